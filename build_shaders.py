@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""Compile `shaders/*.comp` to SPIR-V inside the package, with a manifest of what each blob binds.
+
+Usage: build_shaders.py [--force]
+
+A shader lists its variants in `//! variants NAME=value,value ...` lines; each combination is compiled once. A word value becomes
+the macro NAME_VALUE, a number becomes NAME=number. `//! only A=x or B=y` keeps the combinations for which one of the terms holds.
+Needs only the standard library, `glslangValidator`, and `spirv-opt` where it is installed (smaller code, faster pipelines).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import json
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent
+SOURCES = ROOT / "shaders"
+OUTPUT = ROOT / "vkdecode" / "gpu" / "spirv"
+TARGET = ["-V", "--target-env", "vulkan1.1"]
+
+Variant = tuple[tuple[str, str], ...]
+
+
+class BuildError(Exception):
+    """A shader does not compile or does not follow the conventions; one line to print."""
+
+
+@dataclass(frozen=True)
+class Shader:
+    """One source file and the variants it asks for."""
+
+    name: str
+    path: Path
+    variants: tuple[Variant, ...]
+
+
+def parse_shader(path: Path) -> Shader:
+    """Read the `//!` lines of a shader."""
+    axes: list[tuple[str, list[str]]] = []
+    rules: list[list[tuple[str, str]]] = []
+    for line in path.read_text().splitlines():
+        if not line.startswith("//!"):
+            continue
+        keyword, *terms = line[3:].split()
+        pairs = [(name, value) for name, _, value in (term.partition("=") for term in terms if term != "or")]
+        if keyword == "variants":
+            axes += [(name, values.split(",")) for name, values in pairs]
+        elif keyword == "only":
+            rules.append(pairs)
+        else:
+            raise BuildError(f"{path.name}: unknown directive '//! {keyword}'")
+    names = [name for name, _ in axes]
+    combinations = (tuple(zip(names, values)) for values in itertools.product(*(values for _, values in axes)))
+    kept = tuple(one for one in combinations if all(any(pair in one for pair in rule) for rule in rules))
+    return Shader(path.stem, path, kept)
+
+
+def kernel_key(name: str, variant: Variant) -> str:
+    """The name under which the package looks a kernel up, e.g. `embed DTYPE=f16`."""
+    return " ".join([name, *(f"{axis}={value}" for axis, value in variant)])
+
+
+def macros(variant: Variant) -> list[str]:
+    """Compiler options that define a variant's macros."""
+    return [f"-D{axis}={value}" if value.isdigit() else f"-D{axis}_{value.upper()}=1" for axis, value in variant]
+
+
+def reflect(code: bytes) -> dict[str, Any]:
+    """Bindings (with access), push-constant members and specialization constants of a SPIR-V module.
+
+    Access comes from the NonWritable and NonReadable decorations that GLSL's `readonly` and `writeonly` produce, so a kernel that
+    writes a storage it did not declare does not compile.
+    """
+    words = struct.unpack(f"<{len(code) // 4}I", code)
+    names: dict[int, str] = {}
+    members: dict[tuple[int, int], str] = {}
+    decorations: dict[int, dict[int, int]] = {}
+    member_decorations: dict[int, set[int]] = {}
+    pointers: dict[int, int] = {}
+    variables: list[tuple[int, int, int]] = []
+    at = 5
+    while at < len(words):
+        count, opcode = words[at] >> 16, words[at] & 0xFFFF
+        body = words[at + 1 : at + count]
+        if opcode == 5:
+            names[body[0]] = text(body[1:])
+        elif opcode == 6:
+            members[body[0], body[1]] = text(body[2:])
+        elif opcode == 71:
+            decorations.setdefault(body[0], {})[body[1]] = body[2] if len(body) > 2 else 1
+        elif opcode == 72:
+            member_decorations.setdefault(body[0], set()).add(body[2])
+        elif opcode == 32:
+            pointers[body[0]] = body[2]
+        elif opcode == 59:
+            variables.append((body[1], body[0], body[2]))
+        at += count
+    bindings, push = [], []
+    for variable, pointer, storage_class in variables:
+        struct_type = pointers[pointer]
+        marks = {**decorations.get(variable, {}), **dict.fromkeys(member_decorations.get(struct_type, set()), 1)}
+        if storage_class == 9:
+            push = [name for (owner, _), name in sorted(members.items()) if owner == struct_type]
+        elif 33 in marks:
+            access = "read" if 24 in marks else "write" if 25 in marks else "readwrite"
+            bindings.append((marks[33], {"name": members[struct_type, 0], "access": access}))
+    # local_size_x_id makes a nameless second constant with the id of WORKGROUP.
+    spec = sorted((marks[1], names[target]) for target, marks in decorations.items() if 1 in marks and target in names)
+    for what, order in (("binding", [i for i, _ in sorted(bindings, key=lambda b: b[0])]), ("constant_id", [i for i, _ in spec])):
+        if order != list(range(len(order))):
+            raise BuildError(f"{what} numbers must count from 0 without a gap, not {order}")
+    return {
+        "bindings": [entry for _, entry in sorted(bindings, key=lambda b: b[0])],
+        "push": push,
+        "spec": [name for _, name in spec],
+    }
+
+
+def text(words: tuple[int, ...]) -> str:
+    """A SPIR-V literal string."""
+    return struct.pack(f"<{len(words)}I", *words).split(b"\0", 1)[0].decode()
+
+
+def compile_one(shader: Shader, variant: Variant, scratch: Path) -> dict[str, Any]:
+    """Compile one variant into `scratch` and return its manifest entry."""
+    key = kernel_key(shader.name, variant)
+    file = "-".join([shader.name, *(value for _, value in variant)]) + ".spv"
+    target = scratch / file
+    command = ["glslangValidator", *TARGET, f"-I{SOURCES}", *macros(variant), "-o", str(target), str(shader.path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        message = next((line for line in done.stdout.splitlines() if line.startswith("ERROR")), done.stdout.strip())
+        raise BuildError(f"{key}: {message}")
+    entry = {"file": file, **reflect(target.read_bytes())}
+    if shutil.which("spirv-opt"):
+        subprocess.run(["spirv-opt", "-O", str(target), "-o", str(target)], check=True, capture_output=True)
+    return {**entry, "sha256": hashlib.sha256(target.read_bytes()).hexdigest()}
+
+
+def source_hashes() -> dict[str, str]:
+    """Hash of every file that the blobs are made from."""
+    files = sorted([*SOURCES.glob("*.comp"), *SOURCES.glob("*.glsl")])
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def up_to_date(manifest: Path, build: dict[str, str]) -> bool:
+    """Whether every blob is there and was made from the present sources by this script."""
+    try:
+        held = json.loads(manifest.read_text())
+        blobs = [(OUTPUT / entry["file"], entry["sha256"]) for entry in held["kernels"].values()]
+        same = all(hashlib.sha256(path.read_bytes()).hexdigest() == digest for path, digest in blobs)
+        return same and bool(blobs) and held["build"] == build
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def build(force: bool) -> str:
+    """Compile what is needed and return one line that says what was done."""
+    if not shutil.which("glslangValidator"):
+        raise BuildError("glslangValidator is not installed (Debian package glslang-tools); run `make setup`")
+    manifest = OUTPUT / "manifest.json"
+    inputs = {"build_shaders.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), **source_hashes()}
+    if not force and up_to_date(manifest, inputs):
+        return "shaders are up to date"
+    shaders = [parse_shader(path) for path in sorted(SOURCES.glob("*.comp"))]
+    jobs = [(shader, variant) for shader in shaders for variant in shader.variants]
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=OUTPUT.parent) as folder:
+        scratch = Path(folder)
+        with ThreadPoolExecutor() as pool:
+            entries = list(pool.map(lambda job: compile_one(*job, scratch), jobs))
+        kernels = {kernel_key(shader.name, variant): entry for (shader, variant), entry in zip(jobs, entries)}
+        manifest.unlink(missing_ok=True)
+        for stale in OUTPUT.glob("*.spv"):
+            stale.unlink()
+        for entry in entries:
+            (scratch / entry["file"]).replace(OUTPUT / entry["file"])
+        held = {"build": inputs, "kernels": kernels}
+        (scratch / "manifest.json").write_text(json.dumps(held, indent=1, sort_keys=True))
+        (scratch / "manifest.json").replace(manifest)
+    return f"compiled {len(jobs)} kernels from {len(shaders)} shaders"
+
+
+def main() -> int:
+    """Build and report; a build error is one line and exit status 1."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--force", action="store_true", help="compile even what is up to date")
+    try:
+        print(build(parser.parse_args().force))
+    except BuildError as error:
+        print(f"build_shaders.py: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

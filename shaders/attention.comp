@@ -1,0 +1,251 @@
+#version 450
+//! variants LANES=subgroup,shared KV=f32,f16 QUERIES=1,2,3,4 ARM=bounded,masked OFFSET=push,buffer WRITE=0,1
+//! only WRITE=0 or OFFSET=buffer
+//! only ARM=bounded or WRITE=1 or OFFSET=push
+// Grouped-query attention of this step's tokens over the cached rows and the step's own rows.
+//
+// y[token][head] = sum_j softmax_j(q . k_j * scale) v_j, with an online softmax over blocks of WORKGROUP positions (Milakov and
+// Gimelshein 2018). Cached rows come from the KV cache, this step's rows from the projections themselves, so nothing that this
+// dispatch reads was written to the cache in the same submission.
+//
+// ARM_BOUNDED reads the cached rows below attended_len - STEP_TOKENS. ARM_MASKED reads all MAX_SEQ rows and leaves out those
+// whose mask value is negative. With WRITE the rows are also put into the cache at cached_len (the fused KV write).
+// A workgroup serves QUERY_HEADS heads of one kv head and QUERY_TOKENS tokens; their product is QUERIES.
+#extension GL_GOOGLE_include_directive : require
+#include "lanes.glsl"
+#include "kv_cache.glsl"
+
+layout(constant_id = 1) const uint KV_HEADS = 1;
+layout(constant_id = 2) const uint GROUP = 1;          // query heads per kv head
+layout(constant_id = 3) const uint HEAD_DIM = 4;
+layout(constant_id = 4) const uint MAX_SEQ = 1;
+layout(constant_id = 5) const uint STEP_TOKENS = 1;    // tokens the step has room for
+layout(constant_id = 6) const uint QUERY_HEADS = 1;
+layout(constant_id = 7) const uint SCALE_BITS = 0;     // float bits of the score scale
+layout(constant_id = 8) const uint Q_OFFSET = 0;       // offsets and strides of the projections, in vec4
+layout(constant_id = 9) const uint Q_STRIDE = 1;
+layout(constant_id = 10) const uint K_OFFSET = 0;
+layout(constant_id = 11) const uint K_STRIDE = 1;
+layout(constant_id = 12) const uint V_OFFSET = 0;
+layout(constant_id = 13) const uint V_STRIDE = 1;
+
+layout(std430, binding = 0) readonly buffer Q { vec4 q[]; };
+layout(std430, binding = 1) readonly buffer K { vec4 k[]; };
+layout(std430, binding = 2) readonly buffer V { vec4 v[]; };
+#if WRITE
+layout(std430, binding = 3) buffer CacheK { KV_WORD cache_k[]; };
+layout(std430, binding = 4) buffer CacheV { KV_WORD cache_v[]; };
+#else
+layout(std430, binding = 3) readonly buffer CacheK { KV_WORD cache_k[]; };
+layout(std430, binding = 4) readonly buffer CacheV { KV_WORD cache_v[]; };
+#endif
+layout(std430, binding = 5) writeonly buffer Y { vec4 y[]; };
+layout(std430, binding = 6) readonly buffer TokenCount { uint token_count[]; };
+#ifdef ARM_MASKED
+layout(std430, binding = 7) readonly buffer Mask { float mask[]; };
+#endif
+#ifdef OFFSET_BUFFER
+#ifdef ARM_MASKED
+layout(std430, binding = 8) readonly buffer Offset { uint offset[]; };  // cached_len, attended_len
+#else
+layout(std430, binding = 7) readonly buffer Offset { uint offset[]; };
+#endif
+#elif defined(ARM_BOUNDED)
+layout(push_constant) uniform Push {
+    uint attended_len;
+};
+#endif
+
+const float MASKED = -3.0e38;
+const uint QUERY_TOKENS = QUERIES / QUERY_HEADS;
+const uint ROW_WORDS = HEAD_DIM / 4;
+// Lanes lie along positions for the scores and along the head's dimensions for the values: PARTS groups of lanes take every
+// PARTS-th position, each lane owning WORDS words of the row.
+const uint PARTS = WORKGROUP > ROW_WORDS ? WORKGROUP / ROW_WORDS : 1;
+const uint WORDS = (ROW_WORDS + WORKGROUP - 1) / WORKGROUP;
+
+struct Running {
+    float highest[QUERIES];
+    float total[QUERIES];          // this lane's share of the sum of exponentials
+    vec4 value[QUERIES * WORDS];
+};
+
+#ifdef LANES_SUBGROUP
+shared vec4 partial[WORKGROUP];
+#else
+shared vec4 partial[WORKGROUP];
+shared vec4 query[QUERIES * ROW_WORDS];
+shared float weight[QUERIES * WORKGROUP];
+#endif
+
+uint query_head(uint i) {
+    return gl_WorkGroupID.x * QUERY_HEADS + i % QUERY_HEADS;
+}
+
+uint query_token(uint i) {
+    return gl_WorkGroupID.y * QUERY_TOKENS + i / QUERY_HEADS;
+}
+
+uint query_word(uint i) {
+    return query_token(i) * Q_STRIDE + Q_OFFSET + query_head(i) * ROW_WORDS;
+}
+
+vec4 load_k(bool cached, uint kv_head, uint position, uint word) {
+    if (cached) return KV_LOAD(cache_k[(kv_head * MAX_SEQ + position) * ROW_WORDS + word]);
+    return k[position * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word];
+}
+
+vec4 load_v(bool cached, uint kv_head, uint position, uint word) {
+    if (cached) return KV_LOAD(cache_v[(kv_head * MAX_SEQ + position) * ROW_WORDS + word]);
+    return v[position * V_STRIDE + V_OFFSET + kv_head * ROW_WORDS + word];
+}
+
+void score_block(bool cached, uint kv_head, uint position, out float score[QUERIES]) {
+    [[unroll]] for (uint i = 0; i < QUERIES; ++i) score[i] = 0.0;
+#ifdef LANES_SUBGROUP
+    [[dont_unroll]] for (uint base = 0; base < ROW_WORDS; base += WORKGROUP) {
+        vec4 held[QUERIES];
+        uint mine = min(base + LANE, ROW_WORDS - 1);
+        [[unroll]] for (uint i = 0; i < QUERIES; ++i) held[i] = q[query_word(i) + mine];
+        [[unroll]] for (uint j = 0; j < WORKGROUP; ++j) {
+            if (base + j < ROW_WORDS) {
+                vec4 key = load_k(cached, kv_head, position, base + j);
+                [[unroll]] for (uint i = 0; i < QUERIES; ++i) score[i] += dot(key, subgroupShuffle(held[i], j));
+            }
+        }
+    }
+#else
+    [[dont_unroll]] for (uint word = 0; word < ROW_WORDS; ++word) {
+        vec4 key = load_k(cached, kv_head, position, word);
+        [[unroll]] for (uint i = 0; i < QUERIES; ++i) score[i] += dot(key, query[i * ROW_WORDS + word]);
+    }
+#endif
+}
+
+// Folds positions first .. first + count (count <= WORKGROUP) into the running softmax.
+void fold_block(bool cached, uint kv_head, uint first, uint count, inout Running state) {
+    bool inside = LANE < count;
+    uint position = first + min(LANE, count - 1);
+    float score[QUERIES];
+    score_block(cached, kv_head, position, score);
+    float weights[QUERIES];
+    [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
+        bool visible = inside;
+#ifdef ARM_MASKED
+        if (cached) visible = visible && mask[position] >= 0.0;
+#endif
+        if (!cached) visible = visible && position <= query_token(i);
+        float scaled = visible ? score[i] * uintBitsToFloat(SCALE_BITS) : MASKED;
+        float highest = max(state.highest[i], lane_max(scaled));
+        float keep = exp(state.highest[i] - highest);
+        weights[i] = visible ? exp(scaled - highest) : 0.0;
+        state.total[i] = state.total[i] * keep + weights[i];
+        state.highest[i] = highest;
+        [[unroll]] for (uint w = 0; w < WORDS; ++w) state.value[i * WORDS + w] *= keep;
+    }
+    const uint part = LANE / ROW_WORDS;
+#ifdef LANES_SUBGROUP
+    [[unroll]] for (uint j = 0; j < WORKGROUP; j += PARTS) {
+        if (j < count) {
+            uint mine = min(j + part, count - 1);
+            bool counted = part < PARTS && j + part < count;
+            float shared_weight[QUERIES];
+            [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
+                shared_weight[i] = PARTS == 1 ? subgroupShuffle(weights[i], j) : subgroupShuffle(weights[i], mine);
+            }
+            [[unroll]] for (uint w = 0; w < WORDS; ++w) {
+                uint word = min(w * WORKGROUP + LANE - (PARTS > 1 ? part * ROW_WORDS : 0), ROW_WORDS - 1);
+                vec4 row = load_v(cached, kv_head, first + mine, word);
+                [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
+                    // A row that no query sees may hold NaN: it is left out, not multiplied by zero.
+                    if (counted && shared_weight[i] > 0.0) state.value[i * WORDS + w] += shared_weight[i] * row;
+                }
+            }
+        }
+    }
+#else
+    barrier();
+    [[unroll]] for (uint i = 0; i < QUERIES; ++i) weight[i * WORKGROUP + LANE] = weights[i];
+    barrier();
+    if (part < PARTS) {
+        [[dont_unroll]] for (uint j = part; j < count; j += PARTS) {
+            [[unroll]] for (uint w = 0; w < WORDS; ++w) {
+                uint word = min(w * WORKGROUP + LANE - (PARTS > 1 ? part * ROW_WORDS : 0), ROW_WORDS - 1);
+                vec4 row = load_v(cached, kv_head, first + j, word);
+                [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
+                    float share = weight[i * WORKGROUP + j];
+                    if (share > 0.0) state.value[i * WORDS + w] += share * row;
+                }
+            }
+        }
+    }
+#endif
+}
+
+void fold_range(bool cached, uint kv_head, uint count, inout Running state) {
+    [[dont_unroll]] for (uint first = 0; first < count; first += WORKGROUP) {
+        fold_block(cached, kv_head, first, min(count - first, WORKGROUP), state);
+    }
+}
+
+void main() {
+    const uint kv_head = gl_WorkGroupID.x * QUERY_HEADS / GROUP;
+    const uint first_token = gl_WorkGroupID.y * QUERY_TOKENS;
+    const uint tokens = token_count[0];
+    if (first_token >= tokens) return;
+#ifdef LANES_SHARED
+    [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
+        for (uint word = LANE; word < ROW_WORDS; word += WORKGROUP) query[i * ROW_WORDS + word] = q[query_word(i) + word];
+    }
+    barrier();
+#endif
+#ifdef ARM_MASKED
+    uint cached_rows = MAX_SEQ;
+#elif defined(OFFSET_BUFFER)
+    uint cached_rows = min(offset[1] - STEP_TOKENS, MAX_SEQ);
+#else
+    uint cached_rows = min(attended_len - STEP_TOKENS, MAX_SEQ);
+#endif
+    Running state;
+    [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
+        state.highest[i] = MASKED;
+        state.total[i] = 0.0;
+        [[unroll]] for (uint w = 0; w < WORDS; ++w) state.value[i * WORDS + w] = vec4(0.0);
+    }
+    fold_range(true, kv_head, cached_rows, state);
+    fold_range(false, kv_head, min(first_token + QUERY_TOKENS, tokens), state);
+
+    [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
+        float total = lane_sum(state.total[i]);
+        uint target = query_token(i) * KV_HEADS * GROUP * ROW_WORDS + query_head(i) * ROW_WORDS;
+        [[unroll]] for (uint w = 0; w < WORDS; ++w) {
+            vec4 value = state.value[i * WORDS + w];
+            uint word = w * WORKGROUP + LANE;
+            if (PARTS > 1) {
+                barrier();
+                partial[LANE] = value;
+                barrier();
+                value = vec4(0.0);
+                if (LANE < ROW_WORDS) {
+                    for (uint part = 0; part < PARTS; ++part) value += partial[part * ROW_WORDS + LANE];
+                }
+            }
+            if (word < ROW_WORDS && query_token(i) < STEP_TOKENS) y[target + word] = value / total;
+        }
+    }
+
+#if WRITE
+    if (gl_WorkGroupID.x * QUERY_HEADS % GROUP == 0) {
+        [[unroll]] for (uint i = 0; i < QUERY_TOKENS; ++i) {
+            uint token = first_token + i;
+            if (token < tokens && offset[0] + token < MAX_SEQ) {
+                uint row = (kv_head * MAX_SEQ + offset[0] + token) * ROW_WORDS;
+                for (uint word = LANE; word < ROW_WORDS; word += WORKGROUP) {
+                    cache_k[row + word] = KV_STORE(k[token * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word]);
+                    cache_v[row + word] = KV_STORE(v[token * V_STRIDE + V_OFFSET + kv_head * ROW_WORDS + word]);
+                }
+            }
+        }
+    }
+#endif
+}

@@ -1,0 +1,14 @@
+#version 450
+// y = x[token_count - 1]: the row of the last real token, so that a prompt's head runs once.
+layout(local_size_x_id = 0) in;
+layout(constant_id = 0) const uint WORKGROUP = 32;
+layout(constant_id = 1) const uint COLUMNS = 64;
+
+layout(std430, binding = 0) readonly buffer X { float x[]; };
+layout(std430, binding = 1) readonly buffer TokenCount { uint token_count[]; };
+layout(std430, binding = 2) writeonly buffer Y { float y[]; };
+
+void main() {
+    uint column = gl_GlobalInvocationID.x;
+    if (column < COLUMNS) y[column] = x[(token_count[0] - 1) * COLUMNS + column];
+}

@@ -1,0 +1,33 @@
+#version 450
+// Rotary position embedding of one projection: y[token][head] = x[token][head] turned by the token's angles.
+// Pairs are (i, i + ROTARY_DIM / 2), as in Hugging Face checkpoints; dimensions from ROTARY_DIM on pass unchanged.
+// Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding".
+layout(local_size_x_id = 0) in;
+layout(constant_id = 0) const uint WORKGROUP = 32;
+layout(constant_id = 1) const uint HEADS = 1;
+layout(constant_id = 2) const uint HEAD_DIM = 2;
+layout(constant_id = 3) const uint ROTARY_DIM = 2;
+layout(constant_id = 4) const uint X_OFFSET = 0;
+layout(constant_id = 5) const uint X_STRIDE = 2;
+
+layout(std430, binding = 0) readonly buffer X { float x[]; };
+layout(std430, binding = 1) readonly buffer RopeCos { float rope_cos[]; };
+layout(std430, binding = 2) readonly buffer RopeSin { float rope_sin[]; };
+layout(std430, binding = 3) writeonly buffer Y { float y[]; };
+
+void main() {
+    uint column = gl_GlobalInvocationID.x;
+    uint token = gl_WorkGroupID.y;
+    if (column >= HEADS * HEAD_DIM) return;
+    uint d = column % HEAD_DIM;
+    float value = x[token * X_STRIDE + X_OFFSET + column];
+    if (d < ROTARY_DIM) {
+        const uint half_dim = ROTARY_DIM / 2;
+        bool first = d < half_dim;
+        uint other = first ? column + half_dim : column - half_dim;
+        float partner = x[token * X_STRIDE + X_OFFSET + other];
+        uint angle = token * (HEAD_DIM / 2) + (first ? d : d - half_dim);
+        value = value * rope_cos[angle] + (first ? -partner : partner) * rope_sin[angle];
+    }
+    y[token * HEADS * HEAD_DIM + column] = value;
+}
