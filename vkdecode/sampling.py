@@ -64,6 +64,8 @@ class Sampler:
     """Draws token ids; two samplers with the same parameters and a seed draw the same ids from the same logits."""
 
     def __init__(self, params: SamplingParams | None = None) -> None:
+        if params is not None and not isinstance(params, SamplingParams):
+            raise SamplingError(f"sampling is {_shown(params)}; give SamplingParams, or None for greedy")
         self.params = params if params is not None else SamplingParams()
         self._rng = np.random.Generator(np.random.PCG64(_seed_of(self.params)))
 

@@ -1,0 +1,157 @@
+"""What the token loop needs of a model, and a KV cache that knows which tokens it holds.
+
+Models, tokenizers and caches of any origin will do as long as they have these members; nothing here knows a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.sampling import Sampler
+
+
+class StreamDecoder(Protocol):
+    """Turns token ids into text piece by piece and holds half characters back."""
+
+    def push(self, token_id: int, /) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class TextTokenizer(Protocol):
+    """What the token loop and the conversation need of a tokenizer; `vkdecode.text.Tokenizer` has it."""
+
+    @property
+    def eos_token_ids(self) -> AbstractSet[int]: ...
+
+    @property
+    def chat_template(self) -> object | None: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_chat(self, messages: Any, add_generation_prompt: bool = True) -> list[int]: ...
+
+    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder: ...
+
+
+class TokenKvCache(Protocol):
+    """What the token loop needs of a KV cache; `vkdecode.KvCache` has it."""
+
+    @property
+    def cached_len(self) -> int: ...
+
+    @property
+    def max_seq_len(self) -> int: ...
+
+    def truncate_to(self, length: int, /) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class TokenModel(Protocol):
+    """What the token loop needs of a model; `vkdecode.Model` has it.
+
+    `kv` and `context` are `Any` because a model takes only the caches and contexts of its own kind.
+    """
+
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer | None: ...
+
+    @property
+    def device(self) -> Any: ...
+
+    def new_kv_cache(self, max_seq_len: int) -> Any: ...
+
+    def forward_with_kv_context_persistent(
+        self, token_ids: Sequence[int], kv: Any, context: Any
+    ) -> NDArray[np.float32]: ...
+
+
+class KvFeed:
+    """Feeds tokens into a KV cache and knows which tokens it put there (`token_ids`).
+
+    A cache and a context that are not given are made by `open` and closed by `close`; given ones stay open.
+    """
+
+    def __init__(self, model: TokenModel, max_seq_len: int, kv: Any = None, context: Any = None) -> None:
+        self.token_ids: list[int] = []
+        self._model = model
+        self._max_seq_len = max_seq_len
+        self._kv: Any = kv
+        self._context: Any = context
+        self._own_kv = kv is None
+        self._own_context = context is None
+
+    @property
+    def cached_len(self) -> int:
+        """How many positions of the cache are taken, also by tokens that were there before."""
+        return 0 if self._kv is None else int(self._kv.cached_len)
+
+    @property
+    def limit(self) -> int:
+        """How many positions may be taken: the smaller of the cache's size and the model's context."""
+        size = self._max_seq_len if self._kv is None else int(self._kv.max_seq_len)
+        return min(size, int(self._model.config.max_position_embeddings))
+
+    def open(self) -> None:
+        """Make what was not given; does nothing when all is there."""
+        if self._kv is None:
+            self._kv = self._model.new_kv_cache(self._max_seq_len)
+        if self._context is None:
+            self._context = _new_context(self._model)
+
+    def next_token(self, token_ids: Sequence[int], sampler: Sampler) -> int:
+        """Append `token_ids` to the cache and choose the token after them; an exception leaves the cache as it was."""
+        known, before = len(self.token_ids), self.cached_len
+        try:
+            logits = self._model.forward_with_kv_context_persistent(token_ids, self._kv, self._context)
+            self.token_ids.extend(token_ids)
+            return sampler.sample(logits)
+        except BaseException:  # also Ctrl-C
+            del self.token_ids[known:]
+            self._truncate(before)
+            raise
+
+    def keep_common(self, token_ids: Sequence[int]) -> int:
+        """Drop what differs from `token_ids` from the cache and return how many of them are cached, never all of them.
+
+        The last one always has to be computed, for its logits. Needs a cache that held nothing when it was given.
+        """
+        limit = max(0, min(len(self.token_ids), self.cached_len, len(token_ids) - 1))
+        common = next((i for i in range(limit) if self.token_ids[i] != token_ids[i]), limit)
+        self._truncate(common)
+        del self.token_ids[common:]
+        return common
+
+    def close(self) -> None:
+        """Close what `open` made, the context first because its session holds the cache's buffers."""
+        context, kv = self._context, self._kv
+        if self._own_context:
+            self._context = None
+        if self._own_kv:
+            self._kv = None
+        try:
+            if self._own_context and context is not None:
+                context.close()
+        finally:
+            if self._own_kv and kv is not None:
+                kv.close()
+
+    def _truncate(self, length: int) -> None:
+        if self.cached_len > length:
+            self._kv.truncate_to(length)
+
+
+def _new_context(model: TokenModel) -> Any:
+    # Imported when needed: a model that brings its own context needs no Vulkan loader.
+    from vkdecode.runtime import InferenceContext
+
+    return InferenceContext(model.device)
