@@ -1,0 +1,34 @@
+"""Vulkan devices, storages, kernels and recordings; the only package that touches Kompute."""
+
+from vkdecode.gpu.device import Device, choose_device
+from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
+from vkdecode.gpu.lanes import Lanes, choose_lanes
+from vkdecode.gpu.recorder import Algorithm, Recording, Run, Step, Sync, Upload
+from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
+from vkdecode.gpu.transfer import Uploader, read_words
+from vkdecode.gpu.vulkan_info import DeviceInfo, Limits, list_devices
+
+__all__ = [
+    "Algorithm",
+    "Binding",
+    "Device",
+    "DeviceInfo",
+    "DeviceLocation",
+    "Kernel",
+    "KernelRegistry",
+    "Lanes",
+    "Limits",
+    "Recording",
+    "Run",
+    "Step",
+    "Storage",
+    "StorageKind",
+    "Sync",
+    "Upload",
+    "Uploader",
+    "choose_device",
+    "choose_lanes",
+    "list_devices",
+    "read_words",
+    "registry",
+]

@@ -1,0 +1,163 @@
+"""Opening a device, choosing one, and allocating on it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+
+from vkdecode.errors import ClosedError, DeviceError, InvalidInputError, OutOfDeviceMemoryError
+from vkdecode.gpu.kompute import load_kompute
+from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
+from vkdecode.gpu.vulkan_info import DeviceInfo, list_devices
+from vkdecode.weights.dtypes import DType
+
+_PREFERENCE = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}
+_KOMPUTE_SIZE_LIMIT = 1 << 32
+
+
+class Device:
+    """A Vulkan device opened by its ordinal; a context manager.
+
+    Args:
+        ordinal: position in `list_devices()`.
+
+    Raises:
+        DeviceError: no loader, no driver, no such ordinal, or the device does not open.
+
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        devices = list_devices()
+        if not devices:
+            raise DeviceError(
+                "no Vulkan device on this machine; install a driver (on Debian without a GPU: mesa-vulkan-drivers)"
+            )
+        if isinstance(ordinal, bool) or not isinstance(ordinal, int) or not 0 <= ordinal < len(devices):
+            found = "; ".join(map(str, devices))
+            raise DeviceError(f"there is no Vulkan device with ordinal {ordinal}; devices: {found}")
+        self.info: DeviceInfo = devices[ordinal]
+        self.location = DeviceLocation("vulkan", ordinal)
+        self.lock = threading.RLock()
+        self._allocated = 0
+        self._allocations = 0
+        self.kp = load_kompute()
+        try:
+            self._manager: Any = self.kp.Manager(ordinal)
+            opened = self._manager.get_device_properties()["device_name"]
+        except RuntimeError as error:
+            raise DeviceError(f"Vulkan device {self.info} does not open: {error}") from error
+        if opened != self.info.name:
+            self.close()
+            raise DeviceError(
+                f"ordinal {ordinal} is {self.info.name!r} to the loader but {opened!r} to Kompute; restart the program"
+            )
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._manager is None
+
+    @property
+    def manager(self) -> Any:
+        """The Kompute manager.
+
+        Raises:
+            ClosedError: the device was closed.
+
+        """
+        if self._manager is None:
+            raise ClosedError(f"device {self.info} was closed; open a new Device")
+        return self._manager
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that live storages hold on the device, their host-visible twins included."""
+        return self._allocated
+
+    def allocate(
+        self, nbytes: int, dtype: DType, kind: StorageKind = StorageKind.DEVICE, encoding: str = "plain"
+    ) -> Storage:
+        """Allocate uninitialised memory, rounded up to 16 bytes.
+
+        Raises:
+            InvalidInputError: the size is not positive.
+            DeviceError: it exceeds a limit of the device for one buffer.
+            OutOfDeviceMemoryError: it does not fit the device's memory.
+
+        """
+        if nbytes <= 0:
+            raise InvalidInputError(f"a storage needs a positive size, not {nbytes} bytes")
+        nbytes = -(-nbytes // 16) * 16
+        limits = self.info.limits
+        for name, limit in (
+            ("maxStorageBufferRange", limits.max_storage_buffer_range_bytes),
+            ("maxMemoryAllocationSize", limits.max_memory_allocation_bytes),
+            ("Kompute's buffer size", _KOMPUTE_SIZE_LIMIT - 1),
+        ):
+            if nbytes > limit:
+                raise DeviceError(f"a buffer of {nbytes} bytes exceeds {name} of device {self.info}, {limit} bytes")
+        with self.lock:
+            manager = self.manager
+            copies = 2 if kind is StorageKind.STAGED else 1
+            if self._allocated + nbytes * copies > self.info.heap_bytes:
+                raise OutOfDeviceMemoryError(
+                    f"{nbytes * copies} bytes do not fit device {self.info}: {self._allocated} of {self.info.heap_bytes} bytes "
+                    "are taken; use a smaller context or a smaller model"
+                )
+            if self._allocations + copies > limits.max_memory_allocation_count:
+                raise OutOfDeviceMemoryError(
+                    f"device {self.info} allows {limits.max_memory_allocation_count} allocations and all are taken"
+                )
+            element = np.float32 if dtype is DType.F32 else np.uint32
+            shape_only = np.empty(nbytes // 4, element)
+            try:
+                tensor = manager.tensor_t(shape_only, getattr(self.kp.TensorTypes, kind.value))
+            except (RuntimeError, MemoryError) as error:
+                raise OutOfDeviceMemoryError(
+                    f"{nbytes} bytes cannot be allocated on device {self.info}: {error}"
+                ) from error
+            self._allocated += nbytes * copies
+            self._allocations += copies
+            return Storage(tensor, self, dtype, nbytes, kind, encoding)
+
+    def _give_back(self, kind: StorageKind, nbytes: int) -> None:
+        copies = 2 if kind is StorageKind.STAGED else 1
+        self._allocated -= nbytes * copies
+        self._allocations -= copies
+
+    def close(self) -> None:
+        """Free everything on the device; using what lived there raises `ClosedError` from then on."""
+        with self.lock:
+            manager, self._manager = self._manager, None
+            if manager is not None:
+                manager.destroy()
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Device({self.info}{', closed' if self.closed else ''})"
+
+
+def choose_device() -> Device:
+    """Open the best device: discrete before integrated before virtual, a CPU driver last and with one line on stderr.
+
+    Raises:
+        DeviceError: there is none.
+
+    """
+    devices = list_devices()
+    if not devices:
+        raise DeviceError(
+            "no Vulkan device on this machine; install a driver (on Debian without a GPU: mesa-vulkan-drivers)"
+        )
+    best = min(devices, key=lambda info: (_PREFERENCE.get(info.kind, 3), info.ordinal))
+    if best.kind == "cpu":
+        print(f"vkdecode: no GPU found, using the CPU driver {best.name}", file=sys.stderr)
+    return Device(best.ordinal)

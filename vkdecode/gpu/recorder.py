@@ -1,0 +1,174 @@
+"""From kernels and storages to a Kompute sequence that can be submitted again and again.
+
+A recording is a list of steps whose order the caller has planned: Kompute itself puts no barrier between two dispatches. `Sync`
+is what orders them: it makes the writes of its storages available and copies them to their host-visible twins, and the transfer
+to shader barrier that Kompute records before each dispatch completes the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vkdecode.errors import ClosedError, DeviceError, ShaderError
+from vkdecode.gpu.device import Device
+from vkdecode.gpu.kernels import Kernel
+from vkdecode.gpu.storage import Storage, StorageKind
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Copy the host-visible twins of these storages to the device."""
+
+    storages: tuple[Storage, ...]
+
+
+@dataclass(frozen=True)
+class Sync:
+    """Order earlier writes of these storages before later dispatches, and copy them to their host-visible twins."""
+
+    storages: tuple[Storage, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Dispatch an algorithm with these push constants."""
+
+    algorithm: Algorithm
+    push: Mapping[str, int] = field(default_factory=dict)
+
+
+Step = Upload | Sync | Run
+
+
+class Algorithm:
+    """A kernel with its storages, constants and work-group count, ready to be recorded.
+
+    Args:
+        device: where it runs.
+        kernel: what runs.
+        storages: one for each binding, in order.
+        spec: specialization constants by name; `WORKGROUP` is the number of invocations.
+        workgroups: dispatch size.
+
+    Raises:
+        DeviceError: a limit of the device would be exceeded.
+        ShaderError: the storages do not match the kernel.
+        ClosedError: a storage or the device was closed.
+
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        kernel: Kernel,
+        storages: Sequence[Storage],
+        spec: Mapping[str, int],
+        workgroups: tuple[int, int, int],
+    ) -> None:
+        check_dispatch(device, kernel, storages, spec, workgroups)
+        self.kernel = kernel
+        self.storages = tuple(storages)
+        kp = device.kp
+        self._push_size = len(kernel.push)
+        try:
+            self.handle: Any = device.manager.algorithm(
+                [storage.tensor for storage in storages],
+                kernel.code,
+                list(workgroups),
+                kernel.spec_values(spec),
+                np.zeros(self._push_size, np.uint32),
+            )
+        except RuntimeError as error:
+            raise DeviceError(f"device {device.info} refuses kernel '{kernel.key}': {error}") from error
+        self._kp = kp
+
+    def operation(self, push: Mapping[str, int]) -> Any:
+        """The Kompute operation that dispatches this algorithm with these push constants."""
+        if not self._push_size:
+            return self._kp.OpAlgoDispatch(self.handle)
+        return self._kp.OpAlgoDispatch(self.handle, self.kernel.push_values(push))
+
+
+def check_dispatch(
+    device: Device,
+    kernel: Kernel,
+    storages: Sequence[Storage],
+    spec: Mapping[str, int],
+    workgroups: tuple[int, int, int],
+) -> None:
+    """Refuse a dispatch that Vulkan or Kompute would take silently and get wrong; raises like `Algorithm`."""
+    limits = device.info.limits
+    if len(storages) != len(kernel.bindings):
+        raise ShaderError(f"kernel '{kernel.key}' binds {len(kernel.bindings)} storages, {len(storages)} were given")
+    for binding, storage in zip(kernel.bindings, storages):
+        if storage.closed:
+            raise ClosedError(f"kernel '{kernel.key}': the storage for '{binding.name}' was closed")
+        if storage.location is not None and storage.location != device.location:
+            raise DeviceError(
+                f"kernel '{kernel.key}': '{binding.name}' lives on {storage.location}, not on {device.location}"
+            )
+        _within(device, "maxStorageBufferRange", storage.nbytes, limits.max_storage_buffer_range_bytes)
+    _within(device, "maxPerStageDescriptorStorageBuffers", len(storages), limits.max_storage_buffers_per_stage)
+    _within(device, "maxPushConstantsSize", 4 * len(kernel.push), limits.max_push_constants_bytes)
+    _within(device, "maxComputeWorkGroupInvocations", spec["WORKGROUP"], limits.max_compute_work_group_invocations)
+    _within(device, "maxComputeWorkGroupSize[0]", spec["WORKGROUP"], limits.max_compute_work_group_size[0])
+    for axis, (count, limit) in enumerate(zip(workgroups, limits.max_compute_work_group_count)):
+        _within(device, f"maxComputeWorkGroupCount[{axis}]", count, limit)
+        if count < 1:
+            raise ShaderError(f"kernel '{kernel.key}': {count} work groups on axis {axis}")
+
+
+def _within(device: Device, name: str, value: int, limit: int) -> None:
+    if value > limit:
+        raise DeviceError(f"{value} exceeds {name} of device {device.info}, which is {limit}")
+
+
+class Recording:
+    """A held Kompute sequence: recorded once, submitted any number of times.
+
+    It is never recorded again (a command buffer that has run may not be), a new set of steps takes a new recording.
+    """
+
+    def __init__(self, device: Device, steps: Sequence[Step]) -> None:
+        self._device = device
+        self._steps = tuple(steps)
+        kp = device.kp
+        with device.lock:
+            self._sequence: Any = device.manager.sequence()
+            for step in self._steps:
+                if isinstance(step, Run):
+                    self._sequence.record(step.algorithm.operation(step.push))
+                else:
+                    operation = kp.OpTensorSyncDevice if isinstance(step, Upload) else kp.OpTensorSyncLocal
+                    self._sequence.record(operation([_staged(storage).tensor for storage in step.storages]))
+
+    def submit(self) -> None:
+        """Run it and wait until it is done.
+
+        Raises:
+            ClosedError: the device or a storage was closed since.
+            DeviceError: the driver reports an error; the device is lost.
+
+        """
+        with self._device.lock:
+            _ = self._device.manager
+            for step in self._steps:
+                if not isinstance(step, Run):
+                    for storage in step.storages:
+                        _ = storage.tensor
+            try:
+                self._sequence.eval()
+            except RuntimeError as error:
+                raise DeviceError(
+                    f"device {self._device.info} failed during a submission: {error}; open it anew"
+                ) from error
+
+
+def _staged(storage: Storage) -> Storage:
+    if storage.kind is not StorageKind.STAGED:
+        raise ShaderError(f"{storage!r} has no host-visible twin, so it cannot be uploaded or used to order dispatches")
+    return storage

@@ -1,0 +1,136 @@
+"""Device memory: what a storage holds, how large it is, and where it is known to live."""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.errors import ClosedError, InvalidInputError
+from vkdecode.weights.dtypes import DType
+
+if TYPE_CHECKING:
+    from vkdecode.gpu.device import Device
+
+
+@dataclass(frozen=True)
+class DeviceLocation:
+    """Where a storage lives. Known only for what this package allocated on a device that it opened by ordinal."""
+
+    backend: str
+    ordinal: int
+
+    def __str__(self) -> str:
+        return f"{self.backend}:{self.ordinal}"
+
+
+class StorageKind(enum.Enum):
+    """How the memory can be reached.
+
+    DEVICE is device memory alone: the cheapest, for weights and KV caches; filled and read by copy kernels.
+    STAGED is device memory with a host-visible twin of the same size: for activations and per-token data. Copying to the twin is
+    also the operation that orders two dispatches.
+    HOST is mapped memory that shaders read directly: the source of an upload.
+    """
+
+    DEVICE = "storage"
+    STAGED = "device"
+    HOST = "host"
+
+
+class Storage:
+    """One allocation on a device.
+
+    Attributes:
+        dtype: element type as the shaders read it.
+        encoding: how the elements are arranged, e.g. `plain` or `tiles8`.
+        nbytes: byte extent of the device buffer.
+        location: where it lives, or None for a tensor that was handed in from outside.
+        bundled: whether it shares its allocation with other storages (none of this package's do).
+
+    """
+
+    def __init__(
+        self,
+        tensor: Any,
+        device: Device | None,
+        dtype: DType,
+        nbytes: int,
+        kind: StorageKind,
+        encoding: str = "plain",
+        bundled: bool = False,
+    ) -> None:
+        self._tensor = tensor
+        self._device = device
+        self.dtype = dtype
+        self.nbytes = nbytes
+        self.kind = kind
+        self.encoding = encoding
+        self.bundled = bundled
+        self._release = weakref.finalize(self, device._give_back, kind, nbytes) if device is not None else None
+
+    @classmethod
+    def from_tensor(cls, tensor: Any, dtype: DType, encoding: str = "plain") -> Storage:
+        """Wrap a Kompute tensor made elsewhere; its location is unknown, since a tensor does not say which device it is on."""
+        kind = {"TensorTypes.device": StorageKind.STAGED, "TensorTypes.host": StorageKind.HOST}
+        return cls(
+            tensor, None, dtype, tensor.size() * 4, kind.get(str(tensor.tensor_type()), StorageKind.DEVICE), encoding
+        )
+
+    @property
+    def location(self) -> DeviceLocation | None:
+        """Device and ordinal, where that is proven."""
+        return self._device.location if self._device is not None else None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the memory has been given back."""
+        return self._tensor is None or (self._device is not None and self._device.closed)
+
+    @property
+    def tensor(self) -> Any:
+        """The Kompute tensor.
+
+        Raises:
+            ClosedError: the storage or its device was closed.
+
+        """
+        if self.closed:
+            raise ClosedError("this storage was closed, or its device was; make a new one")
+        return self._tensor
+
+    @property
+    def data(self) -> NDArray[Any]:
+        """The host-visible words (a flat view, not a copy); not for DEVICE storage.
+
+        Raises:
+            InvalidInputError: the storage has no host-visible memory.
+            ClosedError: it was closed.
+
+        """
+        if self.kind is StorageKind.DEVICE:
+            raise InvalidInputError(
+                "device-only storage has no host-visible memory; read it with gpu.transfer.read_words"
+            )
+        view: NDArray[Any] = self.tensor.data()
+        return view
+
+    def write(self, values: NDArray[Any]) -> None:
+        """Put values (as many bytes as the storage has, or fewer from its start) into the host-visible words."""
+        words = np.ascontiguousarray(values).view(np.uint32).ravel()
+        if words.nbytes > self.nbytes:
+            raise InvalidInputError(f"{words.nbytes} bytes do not fit a storage of {self.nbytes} bytes")
+        self.data.view(np.uint32)[: words.size] = words
+
+    def close(self) -> None:
+        """Drop this handle; the memory is freed once no recording names it any more."""
+        if self._release is not None:
+            self._release()
+        self._tensor = None
+
+    def __repr__(self) -> str:
+        return f"Storage({self.dtype.value}, {self.encoding}, {self.nbytes} bytes, {self.kind.name}, {self.location})"

@@ -1,0 +1,88 @@
+"""Moving words between the host and device-only storage, which has no transfer usage, through a copy kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.errors import InvalidInputError
+from vkdecode.gpu.device import Device
+from vkdecode.gpu.kernels import registry
+from vkdecode.gpu.recorder import Algorithm, Recording, Run, Sync
+from vkdecode.gpu.storage import Storage, StorageKind
+from vkdecode.weights.dtypes import DType
+
+_CHUNK_BYTES = 4 << 20
+_WORKGROUP = 64
+
+
+class Uploader:
+    """Fills device-only storage piece by piece through one reused host buffer."""
+
+    def __init__(self, device: Device, chunk_bytes: int = _CHUNK_BYTES) -> None:
+        self._device = device
+        self._host = device.allocate(chunk_bytes, DType.U32, StorageKind.HOST)
+        self._target: Storage | None = None
+        self._algorithm: Algorithm | None = None
+
+    def write(self, target: Storage, start_byte: int, values: NDArray[Any]) -> None:
+        """Put an array's bytes (a multiple of 4) into `target` from a byte offset (a multiple of 4) on.
+
+        Raises:
+            InvalidInputError: the piece does not fit or is not made of whole words.
+
+        """
+        words = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
+        if start_byte % 4 or start_byte + words.nbytes > target.nbytes:
+            raise InvalidInputError(
+                f"{words.nbytes} bytes at {start_byte} do not fit a storage of {target.nbytes} bytes"
+            )
+        step = self._host.nbytes // 4
+        for first in range(0, words.size, step):
+            piece = words[first : first + step]
+            self._host.write(piece)
+            self._copy(target, start_byte // 4 + first, piece.size)
+
+    def _copy(self, target: Storage, start_word: int, count: int) -> None:
+        if self._target is not target or self._algorithm is None:
+            self._algorithm = _copy_algorithm(self._device, self._host, target, self._host.nbytes // 4)
+            self._target = target
+        push = {"source_start": 0, "target_start": start_word, "count": count}
+        Recording(self._device, [Run(self._algorithm, push)]).submit()
+
+    def close(self) -> None:
+        """Give the host buffer back."""
+        self._target = self._algorithm = None
+        self._host.close()
+
+
+def read_words(device: Device, source: Storage, chunk_bytes: int = _CHUNK_BYTES) -> NDArray[np.uint32]:
+    """All words of a device-only storage, uint32 [nbytes / 4]."""
+    total = source.nbytes // 4
+    step = min(chunk_bytes // 4, total)
+    staging = device.allocate(4 * step, DType.U32, StorageKind.STAGED)
+    algorithm = _copy_algorithm(device, source, staging, step)
+    result = np.empty(total, np.uint32)
+    for first in range(0, total, step):
+        count = min(step, total - first)
+        push = {"source_start": first, "target_start": 0, "count": count}
+        Recording(device, [Run(algorithm, push), Sync((staging,))]).submit()
+        result[first : first + count] = staging.data[:count]
+    staging.close()
+    return result
+
+
+def _copy_algorithm(device: Device, source: Storage, target: Storage, most_words: int) -> Algorithm:
+    """A copy kernel for up to `most_words`, its workgroups folded to two axes."""
+    groups = -(-most_words // _WORKGROUP)
+    limit = device.info.limits.max_compute_work_group_count[0]
+    width = min(groups, limit)
+    return Algorithm(
+        device,
+        registry().get("copy_words"),
+        [source, target],
+        {"WORKGROUP": _WORKGROUP},
+        (width, -(-groups // width), 1),
+    )
