@@ -125,6 +125,7 @@ install_packages() {
     command -v sudo >/dev/null || die "Debian packages are missing, and there is no sudo. As root, run: $command"
     as_root=sudo
     say "sudo may ask for your password"
+    sudo true 2>>"$log" </dev/null || die "Debian packages are missing, and sudo refuses. As root, run: $command"
   fi
   begin "installing Debian packages: ${missing% }"
   # An interrupted earlier run can leave dpkg half-way. A failing update is told by the installation that follows it.

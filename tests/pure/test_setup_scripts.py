@@ -179,10 +179,14 @@ def test_without_root_sudo_is_used(clone: Clone) -> None:
     assert clone.called("sudo env DEBIAN_FRONTEND=noninteractive apt-get")
 
 
-def test_without_root_and_sudo_the_command_is_named(clone: Clone) -> None:
+@pytest.mark.parametrize("sudo", ["absent", "refuses"])
+def test_without_root_and_sudo_the_command_is_named(clone: Clone, sudo: str) -> None:
     clone.tell("uid", "1000")
     clone.tell("installed", "cmake installed\n")
-    (clone.stubs / "sudo").unlink()
+    if sudo == "absent":
+        (clone.stubs / "sudo").unlink()
+    else:
+        clone.stub("sudo", "exit 1")
     result = clone.setup()
     assert result.returncode != 0
     assert result.stderr.endswith(f"apt-get install --no-install-recommends {' '.join(PACKAGES[1:])}\n")
