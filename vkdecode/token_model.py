@@ -7,20 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.sampling import Sampler
 
-
-class StreamDecoder(Protocol):
-    """Turns token ids into text piece by piece and holds half characters back."""
-
-    def push(self, token_id: int, /) -> str: ...
-
-    def finish(self) -> str: ...
+if TYPE_CHECKING:
+    from vkdecode.text.stream import StreamDecoder
 
 
 class TextTokenizer(Protocol):
@@ -32,11 +27,11 @@ class TextTokenizer(Protocol):
     @property
     def chat_template(self) -> object | None: ...
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def encode_chat(self, messages: Any, add_generation_prompt: bool = True) -> list[int]: ...
+    def encode_chat(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]: ...
 
-    def stream_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder: ...
+    def stream_decoder(self, *, skip_special_tokens: bool = True) -> StreamDecoder: ...
 
 
 class TokenKvCache(Protocol):

@@ -35,16 +35,16 @@ class FakeTokenizer:
     def __init__(self, chat_template: str | None = "fake") -> None:
         self.chat_template = chat_template
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> list[int]:
         token_ids: list[int] = []
         for message in messages:
             token_ids += [START, *f"{message['role']}:{message['content']}".encode(), END]
         return token_ids + ([START, *b"assistant:"] if add_generation_prompt else [])
 
-    def stream_decoder(self, skip_special_tokens: bool = True) -> FakeStreamDecoder:
+    def stream_decoder(self, *, skip_special_tokens: bool = True) -> FakeStreamDecoder:
         return FakeStreamDecoder()
 
 

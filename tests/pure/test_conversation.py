@@ -58,9 +58,9 @@ def test_the_system_message_stands_first_and_survives_a_reset() -> None:
 class RewritingTokenizer(FakeTokenizer):
     """A template that shortens the answers of earlier turns, as templates that drop their reasoning do."""
 
-    def encode_chat(self, messages: Any, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
         short = [{**m, "content": m["content"].split("|")[-1]} for m in messages]
-        return super().encode_chat(short, add_generation_prompt)
+        return super().encode_chat(short, add_generation_prompt=add_generation_prompt)
 
 
 def test_a_template_that_renders_earlier_turns_anew_gets_what_it_renders() -> None:
@@ -77,7 +77,7 @@ def test_a_template_that_renders_earlier_turns_anew_gets_what_it_renders() -> No
 
 def test_when_all_tokens_are_cached_the_last_one_is_computed_again() -> None:
     class Forgetful(FakeTokenizer):
-        def encode_chat(self, messages: Any, add_generation_prompt: bool = True) -> list[int]:
+        def encode_chat(self, messages: Any, *, add_generation_prompt: bool = True) -> list[int]:
             return [1, 2, 3]
 
     model = FakeModel("ab", tokenizer=Forgetful())
