@@ -1,0 +1,290 @@
+"""The `vkdecode` command: devices, generate, chat.
+
+Heavy imports wait until a command needs them, so that `vkdecode --help` is quick and works without a Vulkan loader.
+Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 70 a fault of this program, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vkdecode.errors import DeviceError, InvalidInputError, VkDecodeError
+
+if TYPE_CHECKING:
+    from vkdecode.models import Model
+    from vkdecode.sampling import SamplingParams
+
+DEBUG_VARIABLE = "VKDECODE_DEBUG"
+
+app = typer.Typer(
+    help="Language models on any Vulkan GPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model folder or a .gguf file.")]
+DeviceOption = Annotated[
+    int | None,
+    typer.Option(
+        "--device", "-d", min=0, help="Ordinal as in `vkdecode devices`. [default: the best GPU, else the CPU]"
+    ),
+]
+WeightsOption = Annotated[
+    str | None,
+    typer.Option("--weights", help="Keep weights as f32, f16, bf16, q8_0 or q4_0. [default: as they are stored]"),
+]
+MaxSeqLenOption = Annotated[
+    int | None, typer.Option("--max-seq-len", min=1, help="Positions of the KV cache, for prompt and answer together.")
+]
+TemperatureOption = Annotated[
+    float, typer.Option("--temperature", "-t", help="0 always takes the most likely token, so that results repeat.")
+]
+TopKOption = Annotated[int, typer.Option("--top-k", help="Choose among the K most likely tokens; 0: all.")]
+TopPOption = Annotated[float, typer.Option("--top-p", help="Choose among the tokens that make up this probability.")]
+MinPOption = Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this share of the best one.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable. [default: random]")]
+StopOption = Annotated[
+    list[str] | None, typer.Option("--stop", help="End the text before this string; can be given several times.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        typer.echo(f"vkdecode {version('vkdecode')}")
+    except PackageNotFoundError:
+        typer.echo("vkdecode (not installed)")
+    raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+) -> None:
+    """Language models on any Vulkan GPU."""
+
+
+@app.command()
+def devices(
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything known of each device as JSON.")] = False,
+) -> None:
+    """List the Vulkan devices."""
+    from dataclasses import asdict
+
+    from vkdecode.gpu import list_devices
+
+    found = list_devices()
+    if as_json:
+        import json
+
+        typer.echo(json.dumps([asdict(info) for info in found], indent=2))
+        return
+    if not found:
+        raise DeviceError("no Vulkan device found; install a driver (on Debian without a GPU: mesa-vulkan-drivers)")
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("#", "name", "vendor", "kind", "memory", "driver")
+    for info in found:
+        memory = f"{info.heap_bytes / 2**30:.1f} GiB"
+        table.add_row(
+            *(Text(cell) for cell in (str(info.ordinal), info.name, info.vendor, info.kind, memory, info.driver))
+        )
+    # A table cut to 80 columns is of no use to a pipe.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+@app.command()
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The text to continue; - reads it from standard input.")
+    ] = None,
+    token_ids: Annotated[
+        str | None, typer.Option("--token-ids", help="The prompt as token ids (1,2,3) instead of text.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=1, help="At most so many new tokens.")] = 256,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    device: DeviceOption = None,
+    weights: WeightsOption = None,
+    max_seq_len: MaxSeqLenOption = None,
+) -> None:
+    """Continue a text.
+
+    The text goes to standard output, the speed to standard error; a model without a tokenizer prints token ids. The
+    prompt is taken as it is, without a chat template; one newline at the end of standard input is dropped.
+    """
+    from vkdecode.chat import printable
+    from vkdecode.conversation import cache_size
+    from vkdecode.generate import stream
+
+    if (prompt is None) == (token_ids is None):
+        raise typer.BadParameter("give the prompt with either --prompt or --token-ids")
+    given = _token_ids(token_ids) if token_ids is not None else _prompt_text(str(prompt))
+    sampling = _sampling(temperature, top_k, top_p, min_p, seed)
+    show: Callable[[str], str] = printable if sys.stdout.isatty() else str
+    with ExitStack() as stack:
+        loaded = stack.enter_context(closing(_load(model, device, weights)))
+        kv = None
+        if max_seq_len is not None:
+            kv = stack.enter_context(closing(loaded.new_kv_cache(cache_size(loaded, max_seq_len))))
+        pieces = stack.enter_context(stream(loaded, given, max_tokens=max_tokens, sampling=sampling, stop=stop, kv=kv))
+        for piece in pieces:
+            print(show(piece), end="", flush=True)
+        result = pieces.result
+        print("" if loaded.tokenizer is not None else " ".join(map(str, result.token_ids)))
+        print(result.usage, file=sys.stderr)
+
+
+@app.command()
+def chat(
+    model: ModelArgument,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Answer this once and exit.")] = None,
+    system: Annotated[str | None, typer.Option("--system", "-s", help="The system message.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", min=1, help="Cut answers off here. [default: no limit]")
+    ] = None,
+    temperature: TemperatureOption = 0.0,
+    top_k: TopKOption = 0,
+    top_p: TopPOption = 1.0,
+    min_p: MinPOption = 0.0,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    device: DeviceOption = None,
+    weights: WeightsOption = None,
+    max_seq_len: MaxSeqLenOption = None,
+) -> None:
+    """Talk to a model.
+
+    Without --prompt a terminal gets a conversation (/help lists its commands), and standard input from elsewhere is
+    answered line by line. The KV cache has 4096 positions unless --max-seq-len says otherwise.
+    """
+    from rich.console import Console
+
+    from vkdecode.chat import Terminal, terminal_line
+    from vkdecode.conversation import Conversation
+
+    sampling = _sampling(temperature, top_k, top_p, min_p, seed)
+    interactive = prompt is None and sys.stdin.isatty()
+    with (
+        closing(_load(model, device, weights)) as loaded,
+        Conversation(
+            loaded, system=system, sampling=sampling, max_tokens=max_tokens, stop=stop, max_seq_len=max_seq_len
+        ) as conversation,
+    ):
+        terminal = Terminal(conversation, Console(highlight=False), interactive=interactive)
+        if prompt is not None:
+            terminal.answer(prompt)
+        elif interactive:
+            terminal.note(f"{Path(model).name} on {loaded.device.info.name}; /help lists the commands")
+            terminal.run(terminal_line)
+        else:
+            terminal.run(input)
+
+
+def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None) -> SamplingParams:
+    from vkdecode.sampling import SamplingParams
+
+    return SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+
+
+def _prompt_text(prompt: str) -> str:
+    return sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+
+
+def _token_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise InvalidInputError(f"--token-ids {text!r:.60} is not a list of whole numbers such as 1,2,3") from None
+
+
+def _load(path: str, device: int | None, weights: str | None) -> Model:
+    from vkdecode.models import load
+
+    with _progress() as progress:
+        return load(path, device=device, weights=weights, progress=progress)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Yield a function of done and total bytes that moves a bar, where standard error is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def main() -> None:
+    """Run the command line; always ends with `SystemExit`."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        # Bytes that are no text are refused later, by name; characters that a terminal lacks print as "?".
+        getattr(stream, "reconfigure", lambda **_: None)(errors="surrogateescape" if stream is sys.stdin else "replace")
+    warnings.showwarning = lambda message, *_: _say(f"warning: {message}")
+    try:
+        code = _run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader left, as `head` does. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
+        app(prog_name="vkdecode")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except KeyboardInterrupt:
+        return 130
+    except VkDecodeError as error:
+        _say(f"error: {error}")
+        _debug_trace()
+        return 1
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        hint = "" if _debug_trace() else f"; please report it with the output of {DEBUG_VARIABLE}=1"
+        _say(f"internal error: {type(error).__name__}: {error}{hint}")
+        return 70
+    return 0
+
+
+def _say(text: str) -> None:
+    from vkdecode.chat import one_line
+
+    print(one_line(f"vkdecode: {text}"), file=sys.stderr)
+
+
+def _debug_trace() -> bool:
+    wanted = os.environ.get(DEBUG_VARIABLE, "") not in ("", "0")
+    if wanted:
+        traceback.print_exc()
+    return wanted
