@@ -10,13 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.weights.dtypes import DType
+
+_Source = TypeVar("_Source", bound="ClosableSource")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class ClosableSource:
         """Release the files; reading afterwards raises `ClosedError`."""
         self._closed = True
 
-    def __enter__(self) -> ClosableSource:
+    def __enter__(self: _Source) -> _Source:
         return self
 
     def __exit__(
