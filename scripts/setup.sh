@@ -2,8 +2,9 @@
 # Makes a clone ready to run: Debian packages, .venv with Kompute, compiled shaders, default model.
 #
 # Usage: scripts/setup.sh [--quiet]     (--quiet: print nothing when there is nothing to do)
-# PYTHON names the interpreter for .venv (default: python3). Every step is skipped while it is up to date, and an
-# interrupted run is repaired by the next one. Messages go to stderr, the output of the tools to .cache/setup.log.
+# PYTHON names the interpreter for .venv (default: python3), VKDECODE_OS_RELEASE a file to read for /etc/os-release.
+# Every step is skipped while it is up to date, and an interrupted run is repaired by the next one. Messages go to
+# stderr, the output of the tools to .cache/setup.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -58,8 +59,6 @@ digest() { # FILE...
   cat -- "$@" | sha256sum | cut -d ' ' -f 1
 }
 
-# --- system packages ---------------------------------------------------------------------------------------------
-
 base_python_is_complete() {
   "$base_python" -c 'import ensurepip, os, sysconfig, venv
 raise SystemExit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' 2>/dev/null
@@ -74,7 +73,15 @@ is_debian() {
 }
 
 has_header() {
-  printf '#include <%s>\n' "$1" | c++ -E -x c++ - >/dev/null 2>&1
+  c++ -E -x c++ - <<<"#include <$1>" >/dev/null 2>&1
+}
+
+has_manifest() { # PATTERN
+  local directory
+  for directory in /etc /usr/local/share /usr/share; do
+    compgen -G "$directory/vulkan/$1" && return 0
+  done
+  return 1
 }
 
 # Whether a system that is not Debian has what this Debian package would bring.
@@ -87,8 +94,8 @@ has_equivalent() {
     glslang-tools) command -v glslangValidator ;;
     spirv-tools) command -v spirv-opt ;;
     libvulkan1) "$base_python" -c 'import ctypes; ctypes.CDLL("libvulkan.so.1")' ;;
-    mesa-vulkan-drivers) compgen -G '/*/vulkan/icd.d/*.json' || compgen -G '/usr/share/vulkan/icd.d/*.json' ;;
-    vulkan-validationlayers) compgen -G '/usr/share/vulkan/explicit_layer.d/*validation*.json' ;;
+    mesa-vulkan-drivers) has_manifest 'icd.d/*.json' ;;
+    vulkan-validationlayers) has_manifest 'explicit_layer.d/*validation*.json' ;;
     *) false ;;
   esac >/dev/null 2>&1
 }
@@ -135,8 +142,6 @@ install_packages() {
   run $as_root env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y \
     --no-install-recommends $missing
 }
-
-# --- Python ------------------------------------------------------------------------------------------------------
 
 venv_key() {
   printf '%s %s' "$PWD" "$("$python" -V 2>&1)"
@@ -212,8 +217,6 @@ install_python_packages() {
   mark_fresh packages "$key"
   rm -f "$unfinished"
 }
-
-# --- shaders -----------------------------------------------------------------------------------------------------
 
 shader_key() {
   find shaders build_shaders.py "$shader_output" -type f -print0 2>/dev/null | sort -z | xargs -0 sha256sum |

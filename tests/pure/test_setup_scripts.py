@@ -38,7 +38,9 @@ STUBS = {
 case "$*" in
   -V) cat "$STUBS/version" ;;
   "-c import ensurepip"*) [ ! -e "$STUBS/incomplete" ] ;;
-  "-c import sys"*) [ ! -e "$STUBS/unsupported" ] ;;
+  "-c import sys"*) exec "$REAL_PYTHON" -c "import sys
+sys.version_info = tuple(int(part) for part in open('$STUBS/version').read().split()[1].split('.'))
+exec(sys.argv[1])" "$2" ;;
   "-c import kp"*) echo "$STUBS/kp.so" ;;
   "-m venv "*) rm -rf .venv && mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
   "-m pip cache remove kp") echo rebuilt >"$STUBS/kp.so" ;;
@@ -89,8 +91,13 @@ class Clone:
 
     @property
     def environment(self) -> dict[str, str]:
-        system = str(self.stubs / "os-release")
-        return {"PATH": str(self.stubs), "STUBS": str(self.stubs), "VKDECODE_OS_RELEASE": system, "LC_ALL": "C.UTF-8"}
+        return {
+            "PATH": str(self.stubs),
+            "STUBS": str(self.stubs),
+            "VKDECODE_OS_RELEASE": str(self.stubs / "os-release"),
+            "REAL_PYTHON": sys.executable,
+            "LC_ALL": "C.UTF-8",
+        }
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command in the clone; `calls` then holds what this run called."""
@@ -213,13 +220,19 @@ def test_another_system_that_has_everything_is_set_up(clone: Clone) -> None:
     assert not clone.called("apt-get")
 
 
-def test_an_unsupported_python_is_refused(clone: Clone) -> None:
-    clone.tell("unsupported", "")
-    clone.tell("version", "Python 3.9.2")
+@pytest.mark.parametrize("version", ["3.9.2", "3.14.0"])
+def test_an_unsupported_python_is_refused(clone: Clone, version: str) -> None:
+    clone.tell("version", f"Python {version}")
     result = clone.setup()
     assert result.returncode != 0
-    assert "python3 is Python 3.9.2. vkdecode needs Python 3.10 to 3.13" in result.stderr
+    assert f"python3 is Python {version}. vkdecode needs Python 3.10 to 3.13" in result.stderr
     assert not (clone.root / ".venv").exists()
+
+
+@pytest.mark.parametrize("version", ["3.10.0", "3.13.9"])
+def test_every_supported_python_is_taken(clone: Clone, version: str) -> None:
+    clone.tell("version", f"Python {version}")
+    assert f"creating .venv with Python {version}\n" in clone.setup().stderr
 
 
 def test_another_python_can_be_named(clone: Clone) -> None:
