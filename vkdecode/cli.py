@@ -220,7 +220,7 @@ def _token_ids(text: str) -> list[int]:
 
 
 def _load(path: str, device: int | None, weights: str | None) -> Model:
-    from vkdecode.models import load
+    from vkdecode.loading import load
 
     with _progress() as progress:
         return load(path, device=device, weights=weights, progress=progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from vkdecode.gpu.kompute import load_kompute
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
 from vkdecode.gpu.vulkan_info import DeviceInfo, list_devices
 from vkdecode.weights.dtypes import DType
+
+if TYPE_CHECKING:
+    from vkdecode.gpu.lanes import Lanes
 
 _PREFERENCE = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}
 _KOMPUTE_SIZE_LIMIT = 1 << 32
@@ -23,13 +26,14 @@ class Device:
 
     Args:
         ordinal: position in `list_devices()`.
+        lanes: the kernels' form, `subgroup` or `shared`; `auto` picks by the device.
 
     Raises:
         DeviceError: no loader, no driver, no such ordinal, or the device does not open.
 
     """
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, lanes: str = "auto") -> None:
         devices = list_devices()
         if not devices:
             raise DeviceError(
@@ -41,6 +45,8 @@ class Device:
         self.info: DeviceInfo = devices[ordinal]
         self.location = DeviceLocation("vulkan", ordinal)
         self.lock = threading.RLock()
+        self._lanes_form = lanes
+        self._lanes: Lanes | None = None
         self._allocated = 0
         self._allocations = 0
         self.kp = load_kompute()
@@ -73,9 +79,23 @@ class Device:
         return self._manager
 
     @property
+    def lanes(self) -> Lanes:
+        """How kernels spread over this device; decided on first use, where a self-check runs."""
+        from vkdecode.gpu.lanes import choose_lanes
+
+        if self._lanes is None:
+            self._lanes = choose_lanes(self, self._lanes_form)
+        return self._lanes
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes that live storages hold on the device, their host-visible twins included."""
         return self._allocated
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the device's memory that this package has not taken."""
+        return max(self.info.heap_bytes - self._allocated, 0)
 
     def allocate(
         self, nbytes: int, dtype: DType, kind: StorageKind = StorageKind.DEVICE, encoding: str = "plain"

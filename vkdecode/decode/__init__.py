@@ -1,0 +1,40 @@
+"""Plans held between tokens: KV caches, sessions, keys, re-binding and capture."""
+
+from vkdecode.decode.captured import CapturedDecodeSession
+from vkdecode.decode.keys import KvAllocId, ModelInstanceId, make_shape_key, new_kv_alloc_id, new_model_instance_id
+from vkdecode.decode.kv_cache import KvCache, KvGeometry, KvLayer
+from vkdecode.decode.rebind import KvRebindSource, RebindRefusal
+from vkdecode.decode.session import DecodeSession, DecodeTokenData, PlanValidity
+from vkdecode.decode.step import (
+    DecodeMode,
+    build_session,
+    forward_with_kv_context_persistent,
+    invalidate_decode_pair_if_stale,
+    step_data,
+)
+from vkdecode.decode.step_graph import DecodeModel, StepGraph, StepOptions
+
+__all__ = [
+    "CapturedDecodeSession",
+    "DecodeMode",
+    "DecodeModel",
+    "DecodeSession",
+    "DecodeTokenData",
+    "KvAllocId",
+    "KvCache",
+    "KvGeometry",
+    "KvLayer",
+    "KvRebindSource",
+    "ModelInstanceId",
+    "PlanValidity",
+    "RebindRefusal",
+    "StepGraph",
+    "StepOptions",
+    "build_session",
+    "forward_with_kv_context_persistent",
+    "invalidate_decode_pair_if_stale",
+    "make_shape_key",
+    "new_kv_alloc_id",
+    "new_model_instance_id",
+    "step_data",
+]

@@ -1,0 +1,302 @@
+"""The decode session: a step planned once and held, with only its data bound anew for each token.
+
+Baked into the plan: the structure of the operations and the weights. Bound for each token: token ids, RoPE cosines and sines,
+the mask or the KV offset, and the symbols. A held plan used for the wrong model or cache would be wrong at full speed, a good one
+thrown away is a silent slow-down; `validity_for` is the one list of comparisons that decides.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.decode.keys import KvAllocId
+from vkdecode.decode.rebind import KvRebindSource, RebindRefusal, check_rebind
+from vkdecode.decode.step_graph import StepGraph
+from vkdecode.errors import ClosedError, DeviceError, InvalidInputError
+from vkdecode.gpu import Device, DeviceLocation
+from vkdecode.graph import Graph, NodeId, OptimizedGraph, SymEnv, SymId
+from vkdecode.runtime import Executable, Prebuilt, StorageCache, check_topology
+from vkdecode.weights.dtypes import DType
+
+if TYPE_CHECKING:
+    from vkdecode.decode.captured import CapturedDecodeSession
+
+
+class PlanValidity(enum.Enum):
+    """Whether a held plan fits a step.
+
+    ALLOCATION_CHANGED says only that a re-bind is worth trying: whether it is safe is `rebind_kv`'s question.
+    """
+
+    VALID = "valid"
+    ALLOCATION_CHANGED = "allocation changed"
+    STALE = "stale"
+
+
+@dataclass(frozen=True)
+class DecodeTokenData:
+    """What is bound for one step.
+
+    Attributes:
+        token_ids: uint32 [seq], padded with any valid id.
+        token_count: how many of them are real.
+        rope_cos: float32 [seq, head_dim / 2].
+        rope_sin: the same shape.
+        mask: float32 [max_seq_len], 0 where a cached row counts and negative where not; only in the masked arm.
+        offset: uint32 [cached_len, attended_len]; only on the device-offset path.
+
+    """
+
+    token_ids: NDArray[np.uint32]
+    token_count: int
+    rope_cos: NDArray[np.float32]
+    rope_sin: NDArray[np.float32]
+    mask: NDArray[np.float32] | None = None
+    offset: NDArray[np.uint32] | None = None
+
+
+class DecodeSession:
+    """A held plan for one model and one KV allocation.
+
+    Args:
+        device: where the plan runs.
+        step: the step's graph, prepared and optimized, and the ids in it.
+        prebuilt: what the first build left.
+        base_cache: the storages of all constants; the data ones are overwritten for each step.
+        max_seq_len: rows of the cache that the plan was built for.
+        n_layers: layers of it.
+        cache_dtype: element type of it.
+        shape_key: the model's key.
+        kv: the cache whose storages `base_cache` names.
+
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        step: StepGraph,
+        prebuilt: Prebuilt,
+        base_cache: StorageCache,
+        max_seq_len: int,
+        n_layers: int,
+        cache_dtype: DType,
+        shape_key: int,
+        kv: KvRebindSource,
+    ) -> None:
+        self._device = device
+        self._step = step
+        self._prebuilt = prebuilt
+        self._base_cache = base_cache
+        self._max_seq_len = max_seq_len
+        self._n_layers = n_layers
+        self._cache_dtype = cache_dtype
+        self._shape_key = shape_key
+        self._alloc_id = kv.alloc_id
+        self._closed = False
+        self.binding_epoch = 0
+        self.capture: CapturedDecodeSession | None = None
+
+    @property
+    def seq(self) -> int:
+        """Tokens that a step has room for; 1 for decoding."""
+        return self._step.seq
+
+    @property
+    def graph(self) -> Graph:
+        """The held graph."""
+        return self._step.graph
+
+    @property
+    def optimized(self) -> OptimizedGraph:
+        """Roots and generation of the optimized graph."""
+        return self._prebuilt.optimized
+
+    @property
+    def effective_target(self) -> NodeId:
+        """The device-to-host COPY of the logits: the root that a plain realization asks for."""
+        return self._prebuilt.effective_target
+
+    @property
+    def logits_node(self) -> NodeId:
+        """The logits before that COPY: what a capture targets."""
+        return self._step.logits
+
+    @property
+    def token_ids_node(self) -> NodeId:
+        """Data constant: token ids."""
+        return self._step.token_ids
+
+    @property
+    def token_count_node(self) -> NodeId:
+        """Data constant: how many token ids are real."""
+        return self._step.token_count
+
+    @property
+    def rope_cos_node(self) -> NodeId:
+        """Data constant: RoPE cosines."""
+        return self._step.rope_cos
+
+    @property
+    def rope_sin_node(self) -> NodeId:
+        """Data constant: RoPE sines."""
+        return self._step.rope_sin
+
+    @property
+    def mask_node(self) -> NodeId | None:
+        """Data constant: the mask, in the masked arm."""
+        return self._step.mask
+
+    @property
+    def kv_nodes(self) -> tuple[tuple[NodeId, NodeId], ...]:
+        """K and V constant of each layer."""
+        return self._step.kv
+
+    @property
+    def offset_node(self) -> NodeId | None:
+        """Data constant: the KV offset on the device-offset path; None on the SymEnv path."""
+        return self._step.offset
+
+    @property
+    def cached_len_sym(self) -> SymId:
+        """The KV write offset on the SymEnv path."""
+        return self._step.cached_len_sym
+
+    @property
+    def attended_len_sym(self) -> SymId:
+        """The attended length of the bounded arm on the SymEnv path."""
+        return self._step.attended_len_sym
+
+    @property
+    def max_seq_len(self) -> int:
+        """Rows of the cache that the plan was built for."""
+        return self._max_seq_len
+
+    @property
+    def alloc_id(self) -> KvAllocId:
+        """The KV allocation that the plan binds."""
+        return self._alloc_id
+
+    @property
+    def graph_node_count(self) -> int:
+        """Nodes of the held graph; the same from the second token on."""
+        return len(self._step.graph)
+
+    @property
+    def base_cache(self) -> StorageCache:
+        """The storages of the plan's constants."""
+        return self._base_cache
+
+    @property
+    def executable(self) -> Executable:
+        """The kernels made ready."""
+        if self._closed:
+            raise ClosedError("this DecodeSession was closed; let the next step build a new one")
+        return self._prebuilt.executable
+
+    @property
+    def location(self) -> DeviceLocation | None:
+        """Where the KV storages that the plan binds are proven to live, or None."""
+        places = {self._base_cache[node].location for pair in self.kv_nodes for node in pair if node in self._base_cache}
+        return places.pop() if len(places) == 1 else None
+
+    def per_token_sym_env(self, cached_len: int, token_count: int = 1) -> SymEnv:
+        """The symbols of one step: `cached_len`, `attended_len` = cached_len + seq, and the number of real tokens.
+
+        All are bound on either path. On the device-offset path none of them is read, on the SymEnv path `cached_len` drives the
+        KV write: a binding that looks dead in one model is live in another.
+        """
+        env = SymEnv()
+        env.bind(self.cached_len_sym, cached_len)
+        env.bind(self.attended_len_sym, cached_len + self.seq)
+        env.bind(self._step.token_count_sym, token_count)
+        return env
+
+    def validity_for(
+        self, seq: int, max_seq_len: int, n_layers: int, cache_dtype: DType, shape_key: int, alloc_id: KvAllocId
+    ) -> PlanValidity:
+        """Whether the plan fits a step with these parameters; the only list of comparisons there is."""
+        held = (self.seq, self._max_seq_len, self._n_layers, self._cache_dtype, self._shape_key)
+        if held != (seq, max_seq_len, n_layers, cache_dtype, shape_key) or self._closed:
+            return PlanValidity.STALE
+        return PlanValidity.VALID if alloc_id == self._alloc_id else PlanValidity.ALLOCATION_CHANGED
+
+    def is_valid_for(
+        self, seq: int, max_seq_len: int, n_layers: int, cache_dtype: DType, shape_key: int, alloc_id: KvAllocId
+    ) -> bool:
+        """`validity_for(...) is PlanValidity.VALID`, and nothing else."""
+        return self.validity_for(seq, max_seq_len, n_layers, cache_dtype, shape_key, alloc_id) is PlanValidity.VALID
+
+    def rebind_kv(self, source: KvRebindSource) -> RebindRefusal | None:
+        """Point the plan at another KV allocation; None where that was done, else why not, with nothing changed.
+
+        A re-bind makes every capture of this session stale. Structural validity is not checked again: call this only where
+        `validity_for` answered ALLOCATION_CHANGED.
+        """
+        executable = self.executable
+        checked = check_rebind(source, self.location, self.kv_nodes, self._base_cache)
+        if isinstance(checked, RebindRefusal):
+            return checked
+        executable.rebind(checked)
+        for node, storage in checked.items():
+            self._base_cache[node] = storage
+        self._alloc_id = source.alloc_id
+        self.binding_epoch += 1
+        return None
+
+    def bind(self, data: DecodeTokenData) -> None:
+        """Put a step's data into the storages that the plan binds.
+
+        Raises:
+            InvalidInputError: an array is missing or has the wrong shape.
+
+        """
+        step = self._step
+        self._write(step.token_ids, "token_ids", data.token_ids)
+        self._write(step.token_count, "token_count", np.array([data.token_count], np.uint32))
+        self._write(step.rope_cos, "rope_cos", data.rope_cos)
+        self._write(step.rope_sin, "rope_sin", data.rope_sin)
+        if step.mask is not None:
+            self._write(step.mask, "mask", data.mask)
+        if step.offset is not None:
+            self._write(step.offset, "offset", data.offset)
+
+    def realize_token(self, device: Device, data: DecodeTokenData, sym_env: SymEnv) -> NDArray[np.float32]:
+        """Realize the held plan for one step: bind, record, submit; logits [rows, vocab] flat.
+
+        Raises:
+            TopologyChanged: the graph was changed since it was optimized; drop the session.
+            DeviceError: `device` is not the plan's.
+
+        """
+        self.check_runnable(device)
+        self.bind(data)
+        for recording in self.executable.record(sym_env):
+            recording.submit()
+        return self.executable.read(self.logits_node)
+
+    def check_runnable(self, device: Device) -> None:
+        """Raise where the plan cannot run on this device or its graph was changed."""
+        if device is not self._device:
+            raise DeviceError(f"the plan was made for {self._device!r}, not for {device!r}")
+        check_topology(self.graph, self.optimized)
+
+    def _write(self, node: NodeId, name: str, values: NDArray[np.generic] | None) -> None:
+        shape = self.graph.node(node).shape
+        if values is None or values.shape != shape:
+            found = "nothing" if values is None else f"shape {values.shape}"
+            raise InvalidInputError(f"step data {name} needs shape {shape}, got {found}")
+        # A constant that no kernel of this plan reads has no storage.
+        if node in self._base_cache:
+            self._base_cache[node].write(values)
+
+    def close(self) -> None:
+        """Give back the activations and let go of all storages."""
+        if not self._closed:
+            self._closed = True
+            self.capture = None
+            self._prebuilt.executable.close()

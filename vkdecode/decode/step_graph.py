@@ -1,0 +1,124 @@
+"""What a model's step graph offers to a session, and how a step can be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.decode.kv_cache import KvGeometry
+from vkdecode.errors import InvalidInputError
+from vkdecode.gpu import Device, Lanes
+from vkdecode.graph import Graph, NodeId, SymId
+from vkdecode.runtime import WeightStore
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """Which step graph to build.
+
+    Attributes:
+        seq: tokens the step has room for.
+        logits: `last`, `all`, or `none` for a chunk of a prompt whose logits nobody reads.
+        kv_offset: `device` (the KV write reads its offset from device memory) or `symenv` (from push constants).
+        arm: `bounded` (attention reads the cached rows only) or `masked` (all rows, under a mask).
+
+    """
+
+    seq: int
+    logits: str
+    kv_offset: str
+    arm: str
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """A step's graph and the ids that a session binds.
+
+    `logits` is the value wanted, `effects` the KV writes. `offset` exists only on the device-offset path, `mask` only in the
+    masked arm.
+    """
+
+    graph: Graph
+    seq: int
+    logits: NodeId
+    effects: tuple[NodeId, ...]
+    token_ids: NodeId
+    token_count: NodeId
+    rope_cos: NodeId
+    rope_sin: NodeId
+    mask: NodeId | None
+    offset: NodeId | None
+    kv: tuple[tuple[NodeId, NodeId], ...]
+    cached_len_sym: SymId
+    attended_len_sym: SymId
+    token_count_sym: SymId
+
+
+class DecodeModel(Protocol):
+    """What the decode floor needs of a model."""
+
+    @property
+    def device(self) -> Device:
+        """Where the weights are."""
+        ...
+
+    @property
+    def lanes(self) -> Lanes:
+        """The kernel shape that the weights are packed for."""
+        ...
+
+    @property
+    def weight_store(self) -> WeightStore:
+        """The uploaded weights."""
+        ...
+
+    @property
+    def shape_key(self) -> int:
+        """64 bits over architecture, structure and identity."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits of a token."""
+        ...
+
+    @property
+    def default_kv_offset(self) -> str:
+        """`device` or `symenv`."""
+        ...
+
+    def kv_geometry(self, max_seq_len: int, dtype: str) -> KvGeometry:
+        """The shape of a cache for this model."""
+        ...
+
+    def build_step(self, options: StepOptions, geometry: KvGeometry) -> StepGraph:
+        """A new graph of one step."""
+        ...
+
+    def rope_cos_sin(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines [positions, head_dim / 2]."""
+        ...
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` where the model was closed."""
+        ...
+
+
+def check_token_ids(token_ids: Sequence[int] | NDArray[np.integer], vocab_size: int) -> NDArray[np.uint32]:
+    """The ids as uint32 [n].
+
+    Raises:
+        InvalidInputError: there are none, or one is not an integer in the vocabulary.
+
+    """
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise InvalidInputError("token_ids must be a non-empty flat sequence of integers")
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise InvalidInputError(f"token id {bad} is outside the vocabulary of {vocab_size}")
+    return ids.astype(np.uint32)

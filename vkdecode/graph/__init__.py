@@ -1,0 +1,47 @@
+"""The graph of one step and its optimization; knows no device."""
+
+from vkdecode.graph.fusion import FUSIONS, Fusion
+from vkdecode.graph.graph import Graph, OptimizedGraph
+from vkdecode.graph.nodes import (
+    AttentionAttrs,
+    CopyAttrs,
+    DataAttrs,
+    KvAttrs,
+    KvWriteAttrs,
+    LinearAttrs,
+    Node,
+    NodeId,
+    NormAttrs,
+    Op,
+    RopeAttrs,
+    ViewAttrs,
+    WeightSpec,
+)
+from vkdecode.graph.optimize import optimize_graph
+from vkdecode.graph.placement import HOST, splice_host_copy
+from vkdecode.graph.symbols import SymEnv, SymId
+
+__all__ = [
+    "FUSIONS",
+    "HOST",
+    "AttentionAttrs",
+    "CopyAttrs",
+    "DataAttrs",
+    "Fusion",
+    "Graph",
+    "KvAttrs",
+    "KvWriteAttrs",
+    "LinearAttrs",
+    "Node",
+    "NodeId",
+    "NormAttrs",
+    "Op",
+    "OptimizedGraph",
+    "RopeAttrs",
+    "SymEnv",
+    "SymId",
+    "ViewAttrs",
+    "WeightSpec",
+    "optimize_graph",
+    "splice_host_copy",
+]

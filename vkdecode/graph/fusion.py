@@ -1,0 +1,177 @@
+"""Fusions: each pass finds one pattern, rewrites it in place, and returns the roots.
+
+A pass keeps the id of the value that the pattern ends in, so node ids held outside stay good. What fuses must have no other
+user, because its value is no longer computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from vkdecode.graph.graph import Graph
+from vkdecode.graph.nodes import (
+    AttentionAttrs,
+    KvWriteAttrs,
+    LinearAttrs,
+    NodeId,
+    NormAttrs,
+    Op,
+    RopeAttrs,
+    ViewAttrs,
+    WeightSpec,
+)
+
+Roots = tuple[NodeId, ...]
+Fusion = Callable[[Graph, Roots], Roots]
+
+
+def fuse_gated_mlp(graph: Graph, roots: Roots) -> Roots:
+    """silu(gate(x)) * up(x) becomes one product whose lanes hold a gate and its up row together."""
+    users = graph.consumers(roots)
+    for node_id in graph.reachable(roots):
+        if graph.node(node_id).op is not Op.MUL:
+            continue
+        left, up = graph.node(node_id).inputs
+        if graph.node(left).op is not Op.SILU:
+            continue
+        gate = graph.node(left).inputs[0]
+        if not all(len(users[one]) == 1 for one in (left, gate, up)):
+            continue
+        inputs = _stacked(graph, [gate, up], replace_spec={"order": "gated"})
+        if inputs is not None:
+            bias = len(inputs) == 3
+            graph.rewrite(node_id, Op.LINEAR, inputs, LinearAttrs(bias=bias, epilogue="gated"))
+    return roots
+
+
+def fuse_qkv_rope(graph: Graph, roots: Roots) -> Roots:
+    """The q, k and v products and the rotations of q and k become one product; q, k and v become views of it."""
+    users = graph.consumers(roots)
+    for node_id in graph.reachable(roots):
+        if graph.node(node_id).op is not Op.ATTENTION:
+            continue
+        attrs = graph.attrs(node_id, AttentionAttrs)
+        turned_q, turned_k, v = graph.node(node_id).inputs[:3]
+        if graph.node(turned_q).op is not Op.ROPE or graph.node(turned_k).op is not Op.ROPE:
+            continue
+        q, *angles = graph.node(turned_q).inputs
+        k, *other_angles = graph.node(turned_k).inputs
+        rotary_dim = graph.attrs(turned_q, RopeAttrs).rotary_dim
+        same = angles == other_angles and rotary_dim == graph.attrs(turned_k, RopeAttrs).rotary_dim
+        if not same or len(users[q]) != 1 or len(users[k]) != 1:
+            continue
+        layout = {"order": "rope", "head_dim": attrs.head_dim, "rotary_dim": rotary_dim}
+        inputs = _stacked(graph, [q, k, v], replace_spec=layout)
+        if inputs is None:
+            continue
+        rope = RopeAttrs(attrs.heads + 2 * attrs.kv_heads, attrs.heads + attrs.kv_heads, attrs.head_dim, rotary_dim)
+        columns = rope.heads * attrs.head_dim
+        fused = graph.add_node(
+            Op.LINEAR,
+            [*inputs, *angles],
+            (graph.node(q).shape[0], columns),
+            LinearAttrs(bias=len(inputs) == 3, epilogue="rope", rope=rope),
+        )
+        offset = 0
+        for part in (turned_q, turned_k, v):
+            width = graph.node(part).shape[1]
+            graph.rewrite(part, Op.VIEW, [fused], ViewAttrs(offset))
+            offset += width
+    return roots
+
+
+def fuse_residual(graph: Graph, roots: Roots) -> Roots:
+    """x + linear(y) becomes one product that starts from x."""
+    users = graph.consumers(roots)
+    for node_id in graph.reachable(roots):
+        node = graph.node(node_id)
+        if node.op is not Op.ADD:
+            continue
+        for product, residual in (node.inputs[::-1], node.inputs):
+            if graph.node(product).op is not Op.LINEAR or len(users[product]) != 1 or product == residual:
+                continue
+            attrs = graph.attrs(product, LinearAttrs)
+            if attrs.epilogue == "none":
+                graph.rewrite(
+                    node_id, Op.LINEAR, [*graph.node(product).inputs, residual], replace(attrs, epilogue="add")
+                )
+                break
+    return roots
+
+
+def fuse_norm(graph: Graph, roots: Roots) -> Roots:
+    """linear(rms_norm(x)) normalizes while it reads x; each product that uses the norm does so for itself."""
+    users = graph.consumers(roots)
+    for node_id in graph.reachable(roots):
+        if graph.node(node_id).op is not Op.RMS_NORM:
+            continue
+        x, norm_weight = graph.node(node_id).inputs
+        products = users[node_id]
+        if not all(_takes_norm(graph, one, node_id) for one in products):
+            continue
+        for product in products:
+            attrs = graph.attrs(product, LinearAttrs)
+            head = 3 if attrs.bias else 2
+            _, *rest = graph.node(product).inputs
+            inputs = [x, *rest[: head - 1], norm_weight, *rest[head - 1 :]]
+            epsilon = graph.attrs(node_id, NormAttrs).epsilon
+            graph.rewrite(product, Op.LINEAR, inputs, replace(attrs, norm_epsilon=epsilon))
+    return roots
+
+
+def fuse_kv_write(graph: Graph, roots: Roots) -> Roots:
+    """On the device-offset path attention itself puts the rows into the cache: it is the last to read them."""
+    users = graph.consumers(roots)
+    for node_id in graph.reachable(roots):
+        node = graph.node(node_id)
+        if node.op is not Op.ATTENTION or not graph.attrs(node_id, AttentionAttrs).offset_on_device:
+            continue
+        writes = [one for one in users[node_id] if graph.node(one).op is Op.KV_WRITE]
+        wanted = {(node.inputs[1], node.inputs[3]), (node.inputs[2], node.inputs[4])}
+        if {(graph.node(one).inputs[0], graph.node(one).inputs[1]) for one in writes} != wanted or len(writes) != 2:
+            continue
+        if any(graph.attrs(one, KvWriteAttrs).cached_len is not None or users[one] != [one] for one in writes):
+            continue
+        attrs = graph.attrs(node_id, AttentionAttrs)
+        inputs = node.inputs
+        if attrs.arm == "masked" and len(inputs) == 7:
+            inputs = (*inputs, graph.node(writes[0]).inputs[3])
+        graph.rewrite(node_id, Op.ATTENTION, inputs, replace(attrs, writes=True))
+        roots = tuple(dict.fromkeys(node_id if root in writes else root for root in roots))
+    return roots
+
+
+FUSIONS: tuple[Fusion, ...] = (fuse_gated_mlp, fuse_qkv_rope, fuse_residual, fuse_norm, fuse_kv_write)
+
+
+def _takes_norm(graph: Graph, product: NodeId, norm: NodeId) -> bool:
+    node = graph.node(product)
+    if node.op is not Op.LINEAR or node.inputs[0] != norm or norm in node.inputs[1:]:
+        return False
+    return graph.attrs(product, LinearAttrs).norm_epsilon is None
+
+
+def _stacked(graph: Graph, products: Sequence[NodeId], replace_spec: dict[str, object]) -> list[NodeId] | None:
+    """Inputs of one product that computes the plain products of one x together: x, weight, and bias where any has one."""
+    nodes = [graph.node(one) for one in products]
+    if any(
+        node.op is not Op.LINEAR or graph.attrs(node.id, LinearAttrs) != LinearAttrs(bias=len(node.inputs) == 3)
+        for node in nodes
+    ):
+        return None
+    if len({node.inputs[0] for node in nodes}) != 1:
+        return None
+    specs = [graph.attrs(node.inputs[1], WeightSpec) for node in nodes]
+    if len({spec.dtype for spec in specs}) != 1 or any(spec.order != "plain" for spec in specs):
+        return None
+    parts = tuple(rows for spec in specs for rows in spec.part_rows)
+    names = tuple(name for spec in specs for name in spec.names)
+    fused = replace(specs[0], names=names, part_rows=parts, **replace_spec)  # type: ignore[arg-type]  # values fit the fields
+    inputs = [nodes[0].inputs[0], graph.weight(fused)]
+    biases = [graph.attrs(node.inputs[2], WeightSpec) if len(node.inputs) == 3 else None for node in nodes]
+    held = next((bias for bias in biases if bias is not None), None)
+    if held is not None:
+        bias_names = tuple(bias.names[0] if bias is not None else None for bias in biases)
+        inputs.append(graph.weight(replace(fused, names=bias_names, columns=1, dtype=held.dtype, vector=True)))
+    return inputs

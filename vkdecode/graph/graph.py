@@ -1,0 +1,194 @@
+"""The graph: nodes with stable ids, and a topology generation that rises with every structural change."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from vkdecode.errors import InvalidInputError
+from vkdecode.graph.nodes import (
+    AttentionAttrs,
+    Attrs,
+    DataAttrs,
+    KvAttrs,
+    KvWriteAttrs,
+    LinearAttrs,
+    Node,
+    NodeId,
+    NormAttrs,
+    Op,
+    RopeAttrs,
+    WeightSpec,
+)
+from vkdecode.graph.symbols import SymId
+from vkdecode.weights.dtypes import DType
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class OptimizedGraph:
+    """Which nodes to realize and the generation at which that was decided; all else is baked into the graph itself."""
+
+    roots: tuple[NodeId, ...]
+    generation: int
+
+
+class Graph:
+    """Nodes in single-assignment form.
+
+    Ids are stable: an optimization rewrites a node in place or adds new ones, and what nothing reaches any more stays where it is.
+    `placement` holds the stamps of the placement pass: where each node's value lives.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: list[Node] = []
+        self._symbols: list[SymId] = []
+        self._constants: dict[object, NodeId] = {}
+        self.placement: dict[NodeId, Hashable] = {}
+        self.generation = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def node(self, node_id: NodeId) -> Node:
+        """The node with this id."""
+        return self._nodes[node_id]
+
+    def attrs(self, node_id: NodeId, kind: type[A]) -> A:
+        """A node's attributes, which must be of the given kind."""
+        attrs = self._nodes[node_id].attrs
+        if not isinstance(attrs, kind):
+            raise InvalidInputError(f"node {node_id} ({self._nodes[node_id].op.value}) has no {kind.__name__}")
+        return attrs
+
+    def add_node(
+        self, op: Op, inputs: Sequence[NodeId], shape: tuple[int, ...], attrs: Attrs = None, dtype: DType = DType.F32
+    ) -> NodeId:
+        """Append a node; the generation rises."""
+        node_id = NodeId(len(self._nodes))
+        if any(not 0 <= one < node_id for one in inputs):
+            raise InvalidInputError(f"node {node_id} ({op.value}) names an input that does not exist: {list(inputs)}")
+        self._nodes.append(Node(node_id, op, tuple(inputs), shape, dtype, attrs))
+        self.generation += 1
+        return node_id
+
+    def rewrite(self, node_id: NodeId, op: Op, inputs: Sequence[NodeId], attrs: Attrs) -> None:
+        """Give a node another definition with the same shape; the generation rises."""
+        self._nodes[node_id] = replace(self._nodes[node_id], op=op, inputs=tuple(inputs), attrs=attrs)
+        self.generation += 1
+
+    def symbol(self, name: str) -> SymId:
+        """A new symbol."""
+        self._symbols.append(SymId(len(self._symbols), name))
+        return self._symbols[-1]
+
+    def reachable(self, roots: Iterable[NodeId]) -> list[NodeId]:
+        """What the roots need, every node after its inputs; among free nodes the order of their making."""
+        order: list[NodeId] = []
+        done: set[NodeId] = set()
+        for root in roots:
+            stack = [(root, False)]
+            while stack:
+                node_id, expanded = stack.pop()
+                if node_id in done:
+                    continue
+                if expanded:
+                    done.add(node_id)
+                    order.append(node_id)
+                else:
+                    stack.append((node_id, True))
+                    stack += [(one, False) for one in reversed(self._nodes[node_id].inputs)]
+        return order
+
+    def consumers(self, roots: Iterable[NodeId]) -> dict[NodeId, list[NodeId]]:
+        """For each reachable node the nodes that use it; a root counts as used once more, by itself."""
+        roots = tuple(roots)
+        users: dict[NodeId, list[NodeId]] = {one: [one] for one in roots}
+        for node_id in self.reachable(roots):
+            for one in dict.fromkeys(self._nodes[node_id].inputs):
+                users.setdefault(one, []).append(node_id)
+        return users
+
+    def _constant(self, op: Op, key: object, shape: tuple[int, ...], attrs: Attrs, dtype: DType) -> NodeId:
+        if key not in self._constants:
+            self._constants[key] = self.add_node(op, (), shape, attrs, dtype)
+        return self._constants[key]
+
+    def weight(self, spec: WeightSpec) -> NodeId:
+        """A weight constant; the same spec gives the same node."""
+        shape = (spec.rows,) if spec.vector else (spec.rows, spec.columns)
+        return self._constant(Op.WEIGHT, spec, shape, spec, spec.dtype)
+
+    def data(self, name: str, shape: tuple[int, ...], dtype: DType = DType.F32) -> NodeId:
+        """A data constant, bound anew for each step."""
+        return self._constant(Op.DATA, name, shape, DataAttrs(name), dtype)
+
+    def find_data(self, name: str) -> NodeId:
+        """The data constant of this name, which must have been made."""
+        if name not in self._constants:
+            raise InvalidInputError(f"the graph has no data constant {name!r}, which this step needs")
+        return self._constants[name]
+
+    def kv(self, layer: int, which: int, shape: tuple[int, int, int], dtype: DType) -> NodeId:
+        """A KV constant [kv_heads, max_seq_len, head_dim]."""
+        return self._constant(Op.KV, (layer, which), shape, KvAttrs(layer, which), dtype)
+
+    def embed(self, token_ids: NodeId, weight: NodeId) -> NodeId:
+        """Rows of `weight` [vocab, hidden] for the token ids [tokens]."""
+        shape = (self.node(token_ids).shape[0], self.node(weight).shape[1])
+        return self.add_node(Op.EMBED, (token_ids, weight), shape)
+
+    def rms_norm(self, x: NodeId, weight: NodeId, epsilon: float) -> NodeId:
+        """Root-mean-square norm of each token."""
+        return self.add_node(Op.RMS_NORM, (x, weight), self.node(x).shape, NormAttrs(epsilon))
+
+    def linear(self, x: NodeId, weight: NodeId, bias: NodeId | None = None) -> NodeId:
+        """x [tokens, columns] times weight [rows, columns] transposed, plus bias [rows]."""
+        (tokens, columns), (rows, expected) = self.node(x).shape, self.node(weight).shape
+        if columns != expected:
+            raise InvalidInputError(f"a linear node multiplies {columns} features with a weight of {expected} columns")
+        inputs = (x, weight) if bias is None else (x, weight, bias)
+        return self.add_node(Op.LINEAR, inputs, (tokens, rows), LinearAttrs(bias=bias is not None))
+
+    def rope(self, x: NodeId, cos: NodeId, sin: NodeId, heads: int, head_dim: int, rotary_dim: int) -> NodeId:
+        """Turn the first `rotary_dim` dimensions of every head; cos and sin are [tokens, head_dim / 2]."""
+        return self.add_node(Op.ROPE, (x, cos, sin), self.node(x).shape, RopeAttrs(heads, heads, head_dim, rotary_dim))
+
+    def add(self, a: NodeId, b: NodeId) -> NodeId:
+        """Sum of two values of equal shape."""
+        return self.add_node(Op.ADD, (a, b), self.node(a).shape)
+
+    def mul(self, a: NodeId, b: NodeId) -> NodeId:
+        """Product of two values of equal shape, element by element."""
+        return self.add_node(Op.MUL, (a, b), self.node(a).shape)
+
+    def silu(self, x: NodeId) -> NodeId:
+        """x / (1 + exp(-x)); Elfwing et al. 2017."""
+        return self.add_node(Op.SILU, (x,), self.node(x).shape)
+
+    def last_row(self, x: NodeId, token_count: NodeId) -> NodeId:
+        """The row of the last real token, [1, features]."""
+        return self.add_node(Op.LAST_ROW, (x, token_count), (1, self.node(x).shape[1]))
+
+    def attention(
+        self,
+        qkv: tuple[NodeId, NodeId, NodeId],
+        caches: tuple[NodeId, NodeId],
+        token_count: NodeId,
+        attrs: AttentionAttrs,
+        mask: NodeId | None = None,
+        offset: NodeId | None = None,
+    ) -> NodeId:
+        """Attention of this step's tokens over the cached rows and their own; see `AttentionAttrs`."""
+        extra = [one for one in (mask, offset) if one is not None]
+        shape = (self.node(qkv[0]).shape[0], attrs.heads * attrs.head_dim)
+        return self.add_node(Op.ATTENTION, [*qkv, *caches, token_count, *extra], shape, attrs)
+
+    def kv_write(
+        self, x: NodeId, cache: NodeId, after: NodeId, attrs: KvWriteAttrs, offset: NodeId | None, token_count: NodeId
+    ) -> NodeId:
+        """Put this step's rows into a cache once `after` (the attention) has read it."""
+        inputs = (x, cache, after) if offset is None else (x, cache, after, offset, token_count)
+        return self.add_node(Op.KV_WRITE, inputs, self.node(cache).shape, attrs, self.node(cache).dtype)

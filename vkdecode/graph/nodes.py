@@ -1,0 +1,178 @@
+"""Nodes of the graph: operations, their attributes, and what constants stand for.
+
+Activations are float32 [tokens, features]. A graph knows no device: weights are named, not held.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+from vkdecode.graph.symbols import SymId
+from vkdecode.weights.dtypes import DType
+
+NodeId = NewType("NodeId", int)
+
+
+class Op(enum.Enum):
+    """What a node computes."""
+
+    WEIGHT = "weight"  # constant: rows of a model's tensors
+    DATA = "data"  # constant: bound anew for each step
+    KV = "kv"  # constant: one K or V cache, written in place
+    EMBED = "embed"
+    RMS_NORM = "rms_norm"
+    LINEAR = "linear"
+    ROPE = "rope"
+    ADD = "add"
+    MUL = "mul"
+    SILU = "silu"
+    ATTENTION = "attention"
+    KV_WRITE = "kv_write"  # effect: puts rows into a KV constant
+    LAST_ROW = "last_row"
+    VIEW = "view"  # columns of another node, without a kernel
+    CONTIGUIZE = "contiguize"  # a view's columns, copied together
+    COPY = "copy"  # the same values at another place
+
+
+CONSTANTS = frozenset({Op.WEIGHT, Op.DATA, Op.KV})
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """A constant made of a model's tensors: which, in which row order, and how it is held.
+
+    `order` is `plain` (the tensors' rows one after another), `gated` (row i of the first tensor paired with row i of the second)
+    or `rope` (rows of each head paired as the rotation pairs them; needs `head_dim` and `rotary_dim`). A `vector` is a 1-D tensor,
+    held as plain float32 in the same row order; it may list a missing tensor as None, which stands for zeros.
+    """
+
+    names: tuple[str | None, ...]
+    part_rows: tuple[int, ...]
+    columns: int
+    dtype: DType
+    order: str = "plain"
+    head_dim: int = 0
+    rotary_dim: int = 0
+    vector: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of all parts together."""
+        return sum(self.part_rows)
+
+
+@dataclass(frozen=True)
+class DataAttrs:
+    """A data constant's role, e.g. `token_ids`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class KvAttrs:
+    """A KV slot: `which` is 0 for K and 1 for V; the cache is [heads, max_seq_len, head_dim]."""
+
+    layer: int
+    which: int
+
+
+@dataclass(frozen=True)
+class NormAttrs:
+    """A norm's epsilon."""
+
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class RopeAttrs:
+    """Heads and dimensions of a rotation; `rotated_heads` heads turn, the others of `heads` pass unchanged."""
+
+    heads: int
+    rotated_heads: int
+    head_dim: int
+    rotary_dim: int
+
+
+@dataclass(frozen=True)
+class LinearAttrs:
+    """What is fused around a product. Inputs: x, weight, then bias, norm weight, residual or cos and sin where present."""
+
+    bias: bool = False
+    norm_epsilon: float | None = None
+    epilogue: str = "none"
+    rope: RopeAttrs | None = None
+
+
+@dataclass(frozen=True)
+class AttentionAttrs:
+    """Geometry of attention and how it knows which cached rows count.
+
+    Inputs: q, k, v, K cache, V cache, token count, then the mask (masked arm) and the offset data (device-offset path).
+    `arm` is `bounded` or `masked`. `attended_len` is the symbol of the bounded arm on the SymEnv path, else None.
+    `writes` says that the KV write is fused in.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    arm: str
+    offset_on_device: bool
+    attended_len: SymId | None
+    writes: bool = False
+
+
+@dataclass(frozen=True)
+class KvWriteAttrs:
+    """A KV write. Inputs: x, cache, the attention that must have read first, then offset data and token count on the device path.
+
+    `cached_len` and `token_count` are the symbols (or numbers) of the SymEnv path; `cached_len` is None on the device-offset path.
+    """
+
+    kv_heads: int
+    head_dim: int
+    cached_len: SymId | None
+    token_count: SymId | int = 1
+
+
+@dataclass(frozen=True)
+class ViewAttrs:
+    """Columns `offset` to `offset + shape[1]` of the viewed node."""
+
+    offset: int
+
+
+@dataclass(frozen=True)
+class CopyAttrs:
+    """Where a copy's values go: `host` or `device`."""
+
+    to: str
+
+
+Attrs = (
+    WeightSpec
+    | DataAttrs
+    | KvAttrs
+    | NormAttrs
+    | RopeAttrs
+    | LinearAttrs
+    | AttentionAttrs
+    | KvWriteAttrs
+    | ViewAttrs
+    | CopyAttrs
+    | None
+)
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value (or effect) in single-assignment form."""
+
+    id: NodeId
+    op: Op
+    inputs: tuple[NodeId, ...]
+    shape: tuple[int, ...]
+    dtype: DType = DType.F32
+    attrs: Attrs = None

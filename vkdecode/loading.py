@@ -1,0 +1,45 @@
+"""Loading a model with its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from vkdecode.errors import TokenizerError
+from vkdecode.gpu import Device
+from vkdecode.models import Model, load_model
+from vkdecode.text import load_tokenizer
+from vkdecode.weights import open_weights
+
+
+def load(
+    path: str | Path,
+    device: Device | int | None = None,
+    weights: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Load a Hugging Face folder or a `.gguf` file onto a Vulkan device.
+
+    Args:
+        path: the folder or file.
+        device: an open `Device`, an ordinal of `list_devices()`, or None for the best GPU, else the CPU driver with a warning.
+        weights: `f32`, `f16` or `bf16` to hold matrices so; None holds them as the file does (quantized blocks as f16).
+        progress: called with bytes uploaded and bytes in all.
+
+    Returns:
+        The model. `model.tokenizer` is None where the files hold no usable tokenizer; token ids still work.
+
+    Raises:
+        VkDecodeError: the files, the model or the device do not allow it.
+
+    """
+    source = open_weights(path)
+    try:
+        model = load_model(source, device, weights, progress)
+        try:
+            model.tokenizer = load_tokenizer(source)
+        except TokenizerError as error:
+            model.tokenizer_error = str(error)
+    finally:
+        source.close()
+    return model

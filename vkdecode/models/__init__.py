@@ -1,0 +1,6 @@
+"""Architectures: which graph a config means, one file for each."""
+
+from vkdecode.models.model import Model, load_model
+from vkdecode.models.registry import ARCHITECTURES
+
+__all__ = ["ARCHITECTURES", "Model", "load_model"]

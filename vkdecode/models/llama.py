@@ -1,0 +1,112 @@
+"""Llama, and what is Llama under another name: SmolLM2, TinyLlama, Llama 2 and 3.x, Yi.
+
+Touvron et al. 2023, "Llama 2: Open Foundation and Fine-Tuned Chat Models"; grouped-query attention after Ainslie et al. 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vkdecode.decode import KvGeometry, StepGraph, StepOptions
+from vkdecode.errors import ConfigError, UnsupportedModelError
+from vkdecode.models.config import flag, positive_float, positive_int
+from vkdecode.models.rope import Rope, rope_from_config
+from vkdecode.models.step_builder import StepBuilder
+from vkdecode.models.tensors import TensorTable
+
+DEFAULT_KV_OFFSET = "device"
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """What shapes a Llama graph; names as in Hugging Face configs."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+
+
+def parse_config(config: Mapping[str, Any]) -> LlamaConfig:
+    """Read and check a config.
+
+    Raises:
+        ConfigError: a value is missing, impossible, or contradicts another.
+        UnsupportedModelError: it asks for something that would change the result and is not supported.
+
+    """
+    activation = config.get("hidden_act", "silu")
+    if activation != "silu":
+        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported for llama; supported: silu")
+    hidden_size = positive_int(config, "hidden_size")
+    heads = positive_int(config, "num_attention_heads")
+    kv_heads = positive_int(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if config.get("head_dim") is None and hidden_size % heads:
+        raise ConfigError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}, and head_dim is not given")
+    head_dim = positive_int(config, "head_dim", max(hidden_size // heads, 1))
+    if head_dim % 4:
+        raise UnsupportedModelError(f"head_dim {head_dim} is not supported; it must be a multiple of 4")
+    return LlamaConfig(
+        vocab_size=positive_int(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=positive_int(config, "intermediate_size"),
+        num_hidden_layers=positive_int(config, "num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=positive_int(config, "max_position_embeddings", 2048),
+        tie_word_embeddings=flag(config, "tie_word_embeddings"),
+        attention_bias=flag(config, "attention_bias"),
+        mlp_bias=flag(config, "mlp_bias"),
+    )
+
+
+def rope(config: Mapping[str, Any], c: LlamaConfig) -> Rope:
+    """The rotation of q and k."""
+    return rope_from_config(config, c.head_dim)
+
+
+def check_tensors(c: LlamaConfig, tensors: TensorTable) -> None:
+    """Refuse tensors that the config says are not there: ignoring them would change the result."""
+    for name in tensors.names():
+        if name.endswith("_proj.bias"):
+            allowed = c.attention_bias if ".self_attn." in name else c.mlp_bias
+            if not allowed:
+                raise ConfigError(f"the file has a tensor {name}, but its config says that there is no such bias")
+
+
+def build_step(c: LlamaConfig, tensors: TensorTable, rotary_dim: int, options: StepOptions, kv: KvGeometry) -> StepGraph:
+    """The graph of one step: token ids to logits, with the new rows put into the KV caches."""
+    b = StepBuilder(tensors, options, kv, rotary_dim)
+    q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    x = b.embed("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    for layer in range(c.num_hidden_layers):
+        name = f"model.layers.{layer}"
+        h = b.rms_norm(x, f"{name}.input_layernorm.weight", c.rms_norm_eps)
+        q = b.rope(b.linear(h, f"{name}.self_attn.q_proj", q_size, c.attention_bias), c.num_attention_heads)
+        k = b.rope(b.linear(h, f"{name}.self_attn.k_proj", kv_size, c.attention_bias), c.num_key_value_heads)
+        v = b.linear(h, f"{name}.self_attn.v_proj", kv_size, c.attention_bias)
+        a = b.attention(layer, q, k, v, c.num_attention_heads)
+        x = b.graph.add(x, b.linear(a, f"{name}.self_attn.o_proj", c.hidden_size, c.attention_bias))
+        h = b.rms_norm(x, f"{name}.post_attention_layernorm.weight", c.rms_norm_eps)
+        gate = b.graph.silu(b.linear(h, f"{name}.mlp.gate_proj", c.intermediate_size, c.mlp_bias))
+        up = b.linear(h, f"{name}.mlp.up_proj", c.intermediate_size, c.mlp_bias)
+        x = b.graph.add(x, b.linear(b.graph.mul(gate, up), f"{name}.mlp.down_proj", c.hidden_size, c.mlp_bias))
+    if not b.wants_logits():
+        return b.finish(x)
+    x = b.rms_norm(b.last_row(x), "model.norm.weight", c.rms_norm_eps)
+    head = "model.embed_tokens" if c.tie_word_embeddings else "lm_head"
+    return b.finish(b.linear(x, head, c.vocab_size))

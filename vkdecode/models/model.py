@@ -1,0 +1,199 @@
+"""A loaded model: read-only weights on a device, its config, and the steps it can run.
+
+Plans and sessions do not live here: they belong to the generate loop's `InferenceContext`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.decode import (
+    DecodeMode,
+    KvCache,
+    KvGeometry,
+    StepGraph,
+    StepOptions,
+    forward_with_kv_context_persistent,
+    make_shape_key,
+    new_model_instance_id,
+)
+from vkdecode.errors import ClosedError, InvalidInputError
+from vkdecode.gpu import Device, Lanes, choose_device
+from vkdecode.graph import FUSIONS, Op, WeightSpec, optimize_graph
+from vkdecode.models.registry import architecture_of
+from vkdecode.models.tensors import HELD_DTYPES, TensorTable
+from vkdecode.runtime import InferenceContext, WeightStore
+from vkdecode.weights import DType, WeightSource
+
+Progress = Callable[[int, int], None]
+
+
+class Model:
+    """A model on a device; a context manager.
+
+    Made by `vkdecode.load`. Attributes: `config` (the architecture's dataclass), `device`, `tokenizer` (None where the files hold
+    none), `shape_key`, `path`.
+    """
+
+    def __init__(
+        self, source: WeightSource, device: Device, dtype: DType | None = None, progress: Progress | None = None
+    ) -> None:
+        model_type, self._architecture = architecture_of(source.config)
+        self.path: Path = source.path
+        self.config: Any = self._architecture.parse_config(source.config)
+        self._rope = self._architecture.rope(source.config, self.config)
+        self._tensors = TensorTable(source, dtype)
+        self._architecture.check_tensors(self.config, self._tensors)
+        self.device = device
+        self.tokenizer: Any = None
+        self.tokenizer_error: str | None = None
+        self.instance_id = new_model_instance_id()
+        structure = {**asdict(self.config), "rotary_dim": self._rope.rotary_dim, "dtype": dtype.value if dtype else None}
+        self.shape_key = make_shape_key(model_type, structure, self.instance_id)
+        self.weight_store = WeightStore(device, device.lanes, source.path)
+        self._owns_device = False
+        self._closed = False
+        self.weight_store.load(self.weight_specs(), progress)
+
+    @property
+    def lanes(self) -> Lanes:
+        """The kernel shape that the weights are packed for."""
+        return self.weight_store.lanes
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits of a token."""
+        return int(self.config.vocab_size)
+
+    @property
+    def default_kv_offset(self) -> str:
+        """`device` or `symenv`: where the KV write takes its offset from unless asked otherwise."""
+        return str(self._architecture.DEFAULT_KV_OFFSET)
+
+    def weight_specs(self) -> list[WeightSpec]:
+        """The weight constants of the optimized decode step; every other step uses the same ones."""
+        step = self.build_step(StepOptions(1, "last", self.default_kv_offset, "bounded"), self.kv_geometry(1, "f32"))
+        roots = optimize_graph(step.graph, (step.logits, *step.effects), self.device.location, fusions=FUSIONS).roots
+        nodes = (step.graph.node(one) for one in step.graph.reachable(roots))
+        return [step.graph.attrs(node.id, WeightSpec) for node in nodes if node.op is Op.WEIGHT]
+
+    def kv_geometry(self, max_seq_len: int, dtype: str) -> KvGeometry:
+        """The shape of a cache for this model."""
+        c = self.config
+        return KvGeometry(c.num_hidden_layers, c.num_key_value_heads, max_seq_len, c.head_dim, DType(dtype))
+
+    def build_step(self, options: StepOptions, geometry: KvGeometry) -> StepGraph:
+        """A new, unoptimized graph of one step."""
+        step: StepGraph = self._architecture.build_step(
+            self.config, self._tensors, self._rope.rotary_dim, options, geometry
+        )
+        return step
+
+    def rope_cos_sin(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines [positions, head_dim / 2]; pairs that are not turned get 1 and 0."""
+        return self._rope.cos_sin(positions, self.config.head_dim // 2)
+
+    def new_kv_cache(self, max_seq_len: int, dtype: str = "f32") -> KvCache:
+        """An empty KV cache on the model's device.
+
+        Args:
+            max_seq_len: rows, that is prompt and generated tokens together.
+            dtype: `f32` or `f16` (half the memory).
+
+        Raises:
+            InvalidInputError: the length is not positive or the dtype unknown.
+            OutOfDeviceMemoryError: it does not fit.
+
+        """
+        self.check_open()
+        if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
+            raise InvalidInputError(f"max_seq_len must be a positive integer, not {max_seq_len!r}")
+        if dtype not in ("f32", "f16"):
+            raise InvalidInputError(f"a KV cache is 'f32' or 'f16', not {dtype!r}")
+        return KvCache(self.device, self.kv_geometry(max_seq_len, dtype))
+
+    def forward(
+        self, token_ids: Sequence[int] | NDArray[np.integer], kv: KvCache, logits: str = "last"
+    ) -> NDArray[np.float32]:
+        """Run tokens after what the cache holds, building everything anew; the reference for the held plans.
+
+        Args:
+            token_ids: one or more ids.
+            kv: a cache made by `new_kv_cache`; the tokens' rows are appended to it.
+            logits: `last` for float32 [vocab], `all` for [len(token_ids), vocab].
+
+        Raises:
+            VkDecodeError: see `forward_with_kv_context_persistent`.
+
+        """
+        with InferenceContext(self.device) as context:
+            return forward_with_kv_context_persistent(self, token_ids, kv, context, DecodeMode(rung="rebuild"), logits)
+
+    def forward_with_kv_context_persistent(
+        self,
+        token_ids: Sequence[int] | NDArray[np.integer],
+        kv: KvCache,
+        context: InferenceContext,
+        mode: DecodeMode | None = None,
+        logits: str = "last",
+    ) -> NDArray[np.float32]:
+        """The same result as `forward`, through the plans that the context holds; see the function of this name in `decode`."""
+        return forward_with_kv_context_persistent(self, token_ids, kv, context, mode, logits)
+
+    def check_open(self) -> None:
+        """Raise `ClosedError` where the model or its device was closed."""
+        if self._closed or self.device.closed:
+            raise ClosedError(f"the model {self.path.name} was closed, or its device was; load it again")
+
+    def close(self) -> None:
+        """Let go of the weights, and close the device if it was opened for this model."""
+        if not self._closed:
+            self._closed = True
+            self.weight_store.close()
+            if self._owns_device:
+                self.device.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Model({self.path.name}, {self.device.info.name}{', closed' if self._closed else ''})"
+
+
+def load_model(
+    source: WeightSource, device: Device | int | None = None, weights: str | None = None, progress: Progress | None = None
+) -> Model:
+    """Put an open file's model on a device.
+
+    Args:
+        source: the file; it may be closed afterwards.
+        device: an open device, an ordinal, or None for the best one.
+        weights: `f32`, `f16` or `bf16` to hold matrices so; None for what the file has.
+        progress: called with bytes uploaded and bytes in all.
+
+    Raises:
+        VkDecodeError: the model, its tensors or the device do not allow it; what was taken is given back.
+
+    """
+    held = {dtype.value: dtype for dtype in HELD_DTYPES}
+    if weights is not None and weights not in held:
+        raise InvalidInputError(f"weights must be one of {sorted(held)} or None, not {weights!r}")
+    architecture_of(source.config)
+    opened = device if isinstance(device, Device) else choose_device() if device is None else Device(device)
+    try:
+        model = Model(source, opened, held[weights] if weights else None, progress)
+    except BaseException:
+        if not isinstance(device, Device):
+            opened.close()
+        raise
+    model._owns_device = not isinstance(device, Device)
+    return model

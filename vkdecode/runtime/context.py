@@ -1,0 +1,142 @@
+"""The inference context: realizes graphs on a device, counts what it built, and keeps the sessions of its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.errors import ClosedError
+from vkdecode.gpu import Device
+from vkdecode.graph import FUSIONS, Fusion, Graph, NodeId, OptimizedGraph, SymEnv, optimize_graph, splice_host_copy
+from vkdecode.runtime.executable import Executable, StorageCache
+from vkdecode.runtime.plan import buffer_of, check_topology, lower
+
+
+@dataclass
+class Stats:
+    """How often the costly things happened. Decode steps and prefill chunks are counted apart.
+
+    `tokens_replayed` counts submissions of a held recording; `one_off_recordings` the per-token KV writes of the SymEnv path.
+    """
+
+    plans_built: int = 0
+    recordings_made: int = 0
+    tokens_replayed: int = 0
+    one_off_recordings: int = 0
+    rebinds: int = 0
+    rebinds_refused: int = 0
+    prefill_plans_built: int = 0
+    prefill_recordings_made: int = 0
+    prefill_replays: int = 0
+
+
+class Closable(Protocol):
+    """Anything a context can hold and must close."""
+
+    def close(self) -> None:
+        """Give back what it took."""
+        ...
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """What the first build of a graph leaves: the copied-out root, the optimization, and the kernels made ready."""
+
+    effective_target: NodeId
+    optimized: OptimizedGraph
+    executable: Executable
+
+
+class InferenceContext:
+    """Realizes graphs on one device. It belongs to the generate loop, and so do the sessions it keeps.
+
+    Args:
+        device: where graphs are realized.
+        fusions: the optimizer's fusion passes; fewer make more, simpler dispatches with the same results within rounding.
+
+    """
+
+    def __init__(self, device: Device, fusions: Sequence[Fusion] = FUSIONS) -> None:
+        self.device = device
+        self.fusions = tuple(fusions)
+        self.stats = Stats()
+        self._decode_session: Any = None
+        self._held: dict[Any, Closable] = {}
+        self._closed = False
+
+    def prebuild_optimized_as_with_env(
+        self,
+        graph: Graph,
+        target: NodeId,
+        effects: Sequence[NodeId],
+        bind: Callable[[Graph, Sequence[NodeId]], StorageCache],
+        dispatches_per_segment: int = 0,
+    ) -> tuple[Prebuilt, StorageCache]:
+        """Prepare (splice the device-to-host copy at the target), optimize, plan, and make the kernels ready.
+
+        Args:
+            graph: changed in place.
+            target: the node whose value is wanted.
+            effects: nodes realized for what they write.
+            bind: gives the storages of the constants that the plan needs.
+            dispatches_per_segment: most dispatches of one submission; 0 for all in one.
+
+        """
+        if self._closed:
+            raise ClosedError("this InferenceContext was closed; make a new one")
+        effective_target = splice_host_copy(graph, target)
+        optimized = optimize_graph(graph, (effective_target, *effects), self.device.location, fusions=self.fusions)
+        plan = lower(graph, optimized, self.device.lanes, dispatches_per_segment)
+        cache = bind(graph, plan.constants)
+        return Prebuilt(effective_target, optimized, Executable(self.device, plan, cache)), cache
+
+    def realize_prebuilt_as_with_env(self, graph: Graph, prebuilt: Prebuilt, env: SymEnv) -> NDArray[np.float32]:
+        """Record and run a prebuilt graph once, without preparing or optimizing it again; the target's values, flat.
+
+        Raises:
+            TopologyChanged: the graph was changed since.
+
+        """
+        check_topology(graph, prebuilt.optimized)
+        for recording in prebuilt.executable.record(env):
+            recording.submit()
+        return prebuilt.executable.read(buffer_of(graph, prebuilt.effective_target))
+
+    @property
+    def has_decode_session(self) -> bool:
+        """Whether a decode session is kept."""
+        return self._decode_session is not None
+
+    def take_decode_session(self) -> Any:
+        """Hand over the kept decode session, or None; the context no longer holds it."""
+        session, self._decode_session = self._decode_session, None
+        return session
+
+    def put_decode_session(self, session: Any) -> None:
+        """Keep a decode session for the next step; one that was kept before is closed."""
+        if self._decode_session is not None and self._decode_session is not session:
+            self._decode_session.close()
+        self._decode_session = session
+
+    @property
+    def held(self) -> dict[Any, Closable]:
+        """Other plans kept between steps, by key; the context closes them with itself."""
+        return self._held
+
+    def close(self) -> None:
+        """Close the sessions; the context cannot build any more."""
+        self._closed = True
+        self.put_decode_session(None)
+        for one in self._held.values():
+            one.close()
+        self._held.clear()
+
+    def __enter__(self) -> InferenceContext:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,112 @@
+"""An executable: a plan's kernels made ready on a device, and recordings of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, Storage, StorageKind, Sync, Upload
+from vkdecode.graph import NodeId, SymEnv
+from vkdecode.runtime.plan import Dispatch, Plan
+from vkdecode.weights.dtypes import DType
+
+
+class StorageCache:
+    """The storages of a graph's constants: weights, KV slots and per-step data."""
+
+    def __init__(self, storages: Mapping[NodeId, Storage] | None = None) -> None:
+        self._storages = dict(storages or {})
+
+    def __getitem__(self, node: NodeId) -> Storage:
+        return self._storages[node]
+
+    def __setitem__(self, node: NodeId, storage: Storage) -> None:
+        self._storages[node] = storage
+
+    def __contains__(self, node: NodeId) -> bool:
+        return node in self._storages
+
+    def __iter__(self) -> Iterator[NodeId]:
+        return iter(self._storages)
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def clone(self) -> StorageCache:
+        """Another cache that names the same storages."""
+        return StorageCache(self._storages)
+
+
+class Executable:
+    """A plan with its storages and algorithms.
+
+    Args:
+        device: where it runs.
+        plan: what runs.
+        cache: storages of the plan's constants; read now, and again for the nodes named to `rebind`.
+
+    """
+
+    def __init__(self, device: Device, plan: Plan, cache: StorageCache) -> None:
+        self.plan = plan
+        self._device = device
+        self._constants = {node: cache[node] for node in plan.constants}
+        self._slots = [device.allocate(size, DType.F32, StorageKind.STAGED) for size in plan.slot_bytes]
+        self._algorithms = [self._algorithm(dispatch) for dispatch in plan.dispatches]
+
+    def storage(self, node: NodeId) -> Storage:
+        """The storage of a constant or of an activation; an activation's is reused by later segments."""
+        if node in self._constants:
+            return self._constants[node]
+        return self._slots[self.plan.slots[node]]
+
+    def rebind(self, storages: Mapping[NodeId, Storage]) -> None:
+        """Point constants at other storages; only the algorithms that bind them are made again. Recordings become stale."""
+        self._constants.update(storages)
+        for index, dispatch in enumerate(self.plan.dispatches):
+            if any(node in storages for node in dispatch.bindings):
+                self._algorithms[index] = self._algorithm(dispatch)
+
+    def record(self, env: SymEnv, include: Callable[[Dispatch], bool] = lambda _: True) -> list[Recording]:
+        """Record the segments with these symbol values, leaving out dispatches for which `include` says no.
+
+        Leaving one out is right only where nothing that stays depends on it.
+        """
+        recordings = []
+        for steps in self.plan.order:
+            made: list[Step] = []
+            for step in steps:
+                if step.kind == "run":
+                    dispatch = self.plan.dispatches[step.dispatch]
+                    if include(dispatch):
+                        made.append(self._run(step.dispatch, env))
+                else:
+                    storages = tuple(self.storage(node) for node in step.buffers)
+                    made.append(Upload(storages) if step.kind == "upload" else Sync(storages))
+            recordings.append(Recording(self._device, made))
+        return recordings
+
+    def record_effects(self, env: SymEnv, include: Callable[[Dispatch], bool]) -> Recording:
+        """Record only the chosen dispatches, which must not depend on one another."""
+        chosen = [index for index, dispatch in enumerate(self.plan.dispatches) if include(dispatch)]
+        return Recording(self._device, [self._run(index, env) for index in chosen])
+
+    def read(self, node: NodeId) -> NDArray[np.float32]:
+        """A copy of a target's values, flat, after a submission."""
+        return np.array(self.storage(node).data, np.float32)
+
+    def close(self) -> None:
+        """Give the activations back."""
+        self._algorithms.clear()
+        for storage in self._slots:
+            storage.close()
+
+    def _run(self, index: int, env: SymEnv) -> Run:
+        push = {name: env.resolve(value) for name, value in self.plan.dispatches[index].push.items()}
+        return Run(self._algorithms[index], push)
+
+    def _algorithm(self, dispatch: Dispatch) -> Algorithm:
+        storages = [self.storage(node) for node in dispatch.bindings]
+        return Algorithm(self._device, dispatch.kernel, storages, dispatch.spec, dispatch.workgroups)

@@ -1,0 +1,247 @@
+"""Which kernel realizes a node, with which constants and how many workgroups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from vkdecode.errors import UnsupportedModelError
+from vkdecode.gpu import Kernel, Lanes, registry
+from vkdecode.graph import (
+    AttentionAttrs,
+    Graph,
+    KvWriteAttrs,
+    LinearAttrs,
+    Node,
+    NodeId,
+    NormAttrs,
+    Op,
+    RopeAttrs,
+    SymId,
+    ViewAttrs,
+    WeightSpec,
+)
+from vkdecode.runtime.weight_layout import pack_width
+
+_WORKGROUP = 64
+_ATTENTION_WORKGROUP = 64
+_TOKEN_TILE = 8
+_MOST_QUERIES = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel and everything its dispatch needs; `bindings` are the nodes whose values it binds."""
+
+    kernel: Kernel
+    bindings: tuple[NodeId, ...]
+    spec: Mapping[str, int]
+    workgroups: tuple[int, int, int]
+    push: Mapping[str, int | SymId]
+
+
+def choose_kernel(graph: Graph, node_id: NodeId, lanes: Lanes) -> Choice:
+    """Pick the kernel for a node that computes something.
+
+    Raises:
+        UnsupportedModelError: no kernel has the node's geometry.
+
+    """
+    node = graph.node(node_id)
+    return _CHOICES[node.op](graph, node, lanes)
+
+
+def float_bits(value: float) -> int:
+    """The bits of a float32, as specialization constants carry it."""
+    return int(np.float32(value).view(np.uint32))
+
+
+def view_of(graph: Graph, node_id: NodeId) -> tuple[int, int]:
+    """Column offset and row stride of a node's value in its buffer, in elements."""
+    offset = 0
+    node = graph.node(node_id)
+    while node.op in (Op.VIEW, Op.COPY):
+        if node.op is Op.VIEW:
+            offset += graph.attrs(node.id, ViewAttrs).offset
+        node = graph.node(node.inputs[0])
+    return offset, node.shape[-1]
+
+
+def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    attrs = graph.attrs(node.id, LinearAttrs)
+    x, weight, *rest = node.inputs
+    spec = graph.attrs(weight, WeightSpec)
+    bias = rest.pop(0) if attrs.bias else x
+    tokens = node.shape[0]
+    token_tile = 1 if tokens == 1 else _TOKEN_TILE
+    bindings = [weight, x, bias, node.id, *rest]
+    if token_tile > 1:
+        if tokens % token_tile:
+            raise UnsupportedModelError(f"a step of {tokens} tokens is not a multiple of {token_tile}")
+        bindings.append(graph.find_data("token_count"))
+    kernel = registry().get(
+        "linear",
+        LANES=lanes.form,
+        DTYPE=spec.dtype.value,
+        TOKENS=token_tile,
+        NORM="none" if attrs.norm_epsilon is None else "rms",
+        EPILOGUE=attrs.epilogue,
+    )
+    paired = attrs.epilogue in ("rope", "gated")
+    rows = spec.rows // 2 if paired else spec.rows
+    tiles = -(-rows // lanes.tile) * (2 if paired else 1)
+    blocks = -(-tiles // lanes.row_tiles)
+    wanted = lanes.wanted_workgroups if tokens == 1 else lanes.wanted_workgroups // 2
+    groups = max(1, -(-blocks // wanted)) if wanted else 1
+    split = lanes.workgroup // lanes.tile
+    chunk = pack_width(spec.dtype) * split * (32 // split if token_tile == 1 else 1)
+    rope = attrs.rope or RopeAttrs(1, 0, 2, 2)
+    constants = {
+        "WORKGROUP": lanes.workgroup,
+        "TILE": lanes.tile,
+        "COLUMNS": spec.columns,
+        "ROWS": rows,
+        "GROUPS": groups,
+        "OUTPUTS": node.shape[1],
+        "HAS_BIAS": int(attrs.bias),
+        "EPSILON_BITS": float_bits(attrs.norm_epsilon or 0.0),
+        "HEAD_DIM": rope.head_dim,
+        "ROTARY_DIM": rope.rotary_dim,
+        "ROTARY_HEADS": rope.rotated_heads,
+        "X_CHUNK": min(chunk, -(-spec.columns // pack_width(spec.dtype)) * pack_width(spec.dtype)),
+    }
+    return Choice(kernel, tuple(bindings), constants, (-(-blocks // groups), tokens // token_tile, 1), {})
+
+
+def _embed(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    token_ids, weight = node.inputs
+    spec = graph.attrs(weight, WeightSpec)
+    chunks = -(-spec.columns // pack_width(spec.dtype))
+    constants = {"WORKGROUP": _WORKGROUP, "TILE": lanes.tile, "COLUMNS": spec.columns}
+    kernel = registry().get("embed", DTYPE=spec.dtype.value)
+    return Choice(kernel, (weight, token_ids, node.id), constants, (-(-chunks // _WORKGROUP), node.shape[0], 1), {})
+
+
+def _rms_norm(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    epsilon = graph.attrs(node.id, NormAttrs).epsilon
+    constants = {"WORKGROUP": lanes.workgroup, "COLUMNS": node.shape[1], "EPSILON_BITS": float_bits(epsilon)}
+    kernel = registry().get("norm", LANES=lanes.form, NORM="rms")
+    return Choice(kernel, (*node.inputs, node.id), constants, (node.shape[0], 1, 1), {})
+
+
+def _rope(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    attrs = graph.attrs(node.id, RopeAttrs)
+    offset, stride = view_of(graph, node.inputs[0])
+    constants = {
+        "WORKGROUP": _WORKGROUP,
+        "HEADS": attrs.heads,
+        "HEAD_DIM": attrs.head_dim,
+        "ROTARY_DIM": attrs.rotary_dim,
+        "X_OFFSET": offset,
+        "X_STRIDE": stride,
+    }
+    return Choice(registry().get("rope"), (*node.inputs, node.id), constants, _over_columns(node), {})
+
+
+def _contiguize(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    offset, stride = view_of(graph, node.inputs[0])
+    constants = {"WORKGROUP": _WORKGROUP, "COLUMNS": node.shape[1], "X_OFFSET": offset, "X_STRIDE": stride}
+    return Choice(registry().get("contiguize"), (*node.inputs, node.id), constants, _over_columns(node), {})
+
+
+def _over_columns(node: Node) -> tuple[int, int, int]:
+    return -(-node.shape[1] // _WORKGROUP), node.shape[0], 1
+
+
+def _elementwise(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    count = math.prod(node.shape)
+    groups = -(-count // _WORKGROUP)
+    width = min(groups, 65535)
+    kernel = registry().get("elementwise", OP=node.op.value)
+    bindings = (node.inputs[0], node.id, *node.inputs[1:])
+    return Choice(kernel, bindings, {"WORKGROUP": _WORKGROUP, "COUNT": count}, (width, -(-groups // width), 1), {})
+
+
+def _last_row(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    constants = {"WORKGROUP": _WORKGROUP, "COLUMNS": node.shape[1]}
+    return Choice(registry().get("last_row"), (*node.inputs, node.id), constants, _over_columns(node), {})
+
+
+def _attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    attrs = graph.attrs(node.id, AttentionAttrs)
+    if attrs.head_dim % 4:
+        raise UnsupportedModelError(f"head_dim {attrs.head_dim} is not a multiple of 4")
+    tokens = node.shape[0]
+    cache = graph.node(node.inputs[3])
+    group = attrs.heads // attrs.kv_heads
+    query_heads = next(count for count in range(_MOST_QUERIES, 0, -1) if group % count == 0)
+    query_tokens = 1
+    while query_heads * query_tokens * 2 <= _MOST_QUERIES and tokens % (query_tokens * 2) == 0:
+        query_tokens *= 2
+    push: dict[str, int | SymId] = {}
+    if attrs.arm == "bounded" and attrs.attended_len is not None:
+        push["attended_len"] = attrs.attended_len
+    kernel = registry().get(
+        "attention",
+        LANES=lanes.form,
+        KV=cache.dtype.value,
+        QUERIES=query_heads * query_tokens,
+        ARM=attrs.arm,
+        OFFSET="buffer" if attrs.offset_on_device and (attrs.arm == "bounded" or attrs.writes) else "push",
+        WRITE=int(attrs.writes),
+    )
+    constants = {
+        "WORKGROUP": lanes.tile if lanes.form == "subgroup" else min(_ATTENTION_WORKGROUP, lanes.workgroup),
+        "KV_HEADS": attrs.kv_heads,
+        "GROUP": group,
+        "HEAD_DIM": attrs.head_dim,
+        "MAX_SEQ": cache.shape[1],
+        "STEP_TOKENS": tokens,
+        "QUERY_HEADS": query_heads,
+        "SCALE_BITS": float_bits(attrs.scale),
+    }
+    for name, part in zip("QKV", node.inputs):
+        constants[f"{name}_OFFSET"], constants[f"{name}_STRIDE"] = (value // 4 for value in view_of(graph, part))
+    q, k, v, cache_k, cache_v, token_count, *extra = node.inputs
+    bindings = (q, k, v, cache_k, cache_v, node.id, token_count, *extra)
+    return Choice(kernel, bindings, constants, (attrs.heads // query_heads, tokens // query_tokens, 1), push)
+
+
+def _kv_write(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    attrs = graph.attrs(node.id, KvWriteAttrs)
+    x, cache, _, *offset = node.inputs
+    start, stride = view_of(graph, x)
+    constants = {
+        "WORKGROUP": _WORKGROUP,
+        "KV_HEADS": attrs.kv_heads,
+        "HEAD_DIM": attrs.head_dim,
+        "MAX_SEQ": node.shape[1],
+        "X_OFFSET": start // 4,
+        "X_STRIDE": stride // 4,
+    }
+    on_device = attrs.cached_len is None
+    kernel = registry().get("kv_write", KV=node.dtype.value, OFFSET="buffer" if on_device else "push")
+    push: dict[str, int | SymId] = {}
+    if attrs.cached_len is not None:
+        push = {"cached_len": attrs.cached_len, "token_count": attrs.token_count}
+    words = attrs.kv_heads * attrs.head_dim // 4
+    workgroups = (-(-words // _WORKGROUP), graph.node(x).shape[0], 1)
+    return Choice(kernel, (x, cache, *offset), constants, workgroups, push)
+
+
+_CHOICES: dict[Op, Callable[[Graph, Node, Lanes], Choice]] = {
+    Op.LINEAR: _linear,
+    Op.EMBED: _embed,
+    Op.RMS_NORM: _rms_norm,
+    Op.ROPE: _rope,
+    Op.CONTIGUIZE: _contiguize,
+    Op.ADD: _elementwise,
+    Op.MUL: _elementwise,
+    Op.SILU: _elementwise,
+    Op.LAST_ROW: _last_row,
+    Op.ATTENTION: _attention,
+    Op.KV_WRITE: _kv_write,
+}

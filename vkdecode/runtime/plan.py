@@ -1,0 +1,166 @@
+"""A plan: the dispatches that realize an optimized graph, what they bind, and how they are cut into submissions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from vkdecode.errors import TopologyChanged
+from vkdecode.gpu import Kernel, Lanes
+from vkdecode.graph import CopyAttrs, Graph, NodeId, Op, OptimizedGraph, SymId
+from vkdecode.runtime.kernel_choice import choose_kernel
+from vkdecode.runtime.order import Hazard, OrderStep, plan_order
+
+_FREE_OPS = frozenset({Op.WEIGHT, Op.DATA, Op.KV, Op.VIEW, Op.COPY})
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One kernel launch. Bindings and push constants are still nodes and symbols."""
+
+    node: NodeId
+    kernel: Kernel
+    bindings: tuple[NodeId, ...]
+    spec: Mapping[str, int]
+    push: Mapping[str, int | SymId]
+    workgroups: tuple[int, int, int]
+
+    @property
+    def reads(self) -> tuple[NodeId, ...]:
+        """Buffers that the kernel declares to read."""
+        return self._with_access("read")
+
+    @property
+    def writes(self) -> tuple[NodeId, ...]:
+        """Buffers that the kernel declares to write."""
+        return self._with_access("write")
+
+    @property
+    def symbols(self) -> tuple[SymId, ...]:
+        """Symbols that must be bound before this can be recorded."""
+        return tuple(value for value in self.push.values() if isinstance(value, SymId))
+
+    def _with_access(self, what: str) -> tuple[NodeId, ...]:
+        pairs = zip(self.bindings, self.kernel.bindings)
+        return tuple(dict.fromkeys(node for node, binding in pairs if what in binding.access))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an executable is made from.
+
+    Attributes:
+        dispatches: in a valid order.
+        segments: how many of them each submission holds, in order.
+        order: the steps of each segment: uploads, dispatches (by index) and the operations that order them.
+        hazards: every dependence inside a segment and the step that orders it.
+        slots: for each activation the slot that holds it; a slot is reused in a later segment.
+        slot_bytes: bytes of each slot.
+        targets: nodes whose values are copied to the host at the end.
+
+    """
+
+    dispatches: tuple[Dispatch, ...]
+    segments: tuple[int, ...]
+    order: tuple[tuple[OrderStep, ...], ...]
+    hazards: tuple[Hazard, ...]
+    slots: Mapping[NodeId, int]
+    slot_bytes: tuple[int, ...]
+    constants: tuple[NodeId, ...]
+    targets: tuple[NodeId, ...]
+
+
+def check_topology(graph: Graph, optimized: OptimizedGraph) -> None:
+    """Raise `TopologyChanged` where the graph is no longer the one that was optimized."""
+    if graph.generation != optimized.generation:
+        raise TopologyChanged(
+            f"the graph is at generation {graph.generation}, its optimization at {optimized.generation}; drop the session"
+        )
+
+
+def buffer_of(graph: Graph, node_id: NodeId) -> NodeId:
+    """The node whose storage holds this node's value: views and copies share, a KV write's value is its cache."""
+    while True:
+        node = graph.node(node_id)
+        if node.op in (Op.VIEW, Op.COPY):
+            node_id = node.inputs[0]
+        elif node.op is Op.KV_WRITE:
+            node_id = node.inputs[1]
+        else:
+            return node_id
+
+
+def lower(graph: Graph, optimized: OptimizedGraph, lanes: Lanes, dispatches_per_segment: int = 0) -> Plan:
+    """Turn an optimized graph into a plan.
+
+    Args:
+        graph: the graph that was optimized.
+        optimized: its roots; the first one's value, and any other root copied to the host, can be read afterwards.
+        lanes: the device's kernel shape.
+        dispatches_per_segment: most dispatches of one submission; 0 for all in one.
+
+    Raises:
+        TopologyChanged: the graph was changed after it was optimized.
+
+    """
+    check_topology(graph, optimized)
+    reachable = graph.reachable(optimized.roots)
+    dispatches = []
+    for node_id in reachable:
+        if graph.node(node_id).op not in _FREE_OPS:
+            choice = choose_kernel(graph, node_id, lanes)
+            bindings = tuple(buffer_of(graph, one) for one in choice.bindings)
+            dispatches.append(Dispatch(node_id, choice.kernel, bindings, choice.spec, choice.push, choice.workgroups))
+    copied = [one for one in reachable if graph.node(one).op is Op.COPY]
+    targets = tuple(buffer_of(graph, one) for one in copied if graph.attrs(one, CopyAttrs).to == "host")
+    targets = targets or (buffer_of(graph, optimized.roots[0]),)
+    data = {buffer_of(graph, one) for one in reachable if graph.node(one).op is Op.DATA}
+    data |= {buffer_of(graph, one) for one in copied if graph.attrs(one, CopyAttrs).to == "device"}
+    segments = _segments(len(dispatches), dispatches_per_segment)
+    slots, slot_bytes = _assign_slots(graph, dispatches, segments, targets)
+    order, hazards = plan_order(
+        [(one.reads, one.writes) for one in dispatches],
+        segments,
+        syncable=set(slots),
+        uploads=sorted(data),
+        targets=targets,
+    )
+    constants = tuple(sorted({one for dispatch in dispatches for one in dispatch.bindings} - set(slots)))
+    return Plan(tuple(dispatches), segments, order, hazards, slots, slot_bytes, constants, targets)
+
+
+def _segments(count: int, most: int) -> tuple[int, ...]:
+    if most <= 0 or count <= most:
+        return (count,)
+    return tuple(min(most, count - first) for first in range(0, count, most))
+
+
+def _assign_slots(
+    graph: Graph, dispatches: Sequence[Dispatch], segments: tuple[int, ...], targets: tuple[NodeId, ...]
+) -> tuple[dict[NodeId, int], tuple[int, ...]]:
+    """Give every activation a slot. Inside a segment each has its own (single assignment); later segments reuse freed ones."""
+    segment_of = [number for number, count in enumerate(segments) for _ in range(count)]
+    made: dict[NodeId, int] = {}
+    last: dict[NodeId, int] = {}
+    for segment, dispatch in zip(segment_of, dispatches):
+        for buffer in dispatch.writes:
+            if graph.node(buffer).op is not Op.KV:
+                made[buffer] = segment
+        for buffer in dispatch.bindings:
+            last[buffer] = segment
+    for buffer in targets:
+        last[buffer] = len(segments)
+    slots: dict[NodeId, int] = {}
+    slot_bytes: list[int] = []
+    free_after: list[int] = []
+    for buffer, segment in made.items():
+        tokens, features = graph.node(buffer).shape
+        nbytes = tokens * features * 4
+        fits = (slot for slot, size in enumerate(slot_bytes) if size == nbytes and free_after[slot] < segment)
+        slot = next(fits, len(slot_bytes))
+        if slot == len(slot_bytes):
+            slot_bytes.append(nbytes)
+            free_after.append(0)
+        slots[buffer] = slot
+        free_after[slot] = last[buffer]
+    return slots, tuple(slot_bytes)

@@ -1,0 +1,76 @@
+"""The order in which a weight's rows and columns lie on the device; pure numpy.
+
+The layout is the one that `shaders/weights.glsl` describes: tiles of rows, 16 bytes of each row next to one another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.errors import ConfigError
+from vkdecode.graph import WeightSpec
+from vkdecode.weights.dtypes import DType
+
+Rows = NDArray[np.int64]
+
+
+def pack_width(dtype: DType) -> int:
+    """Columns in 16 bytes of a weight."""
+    return 16 // dtype.itemsize
+
+
+def row_slots(spec: WeightSpec, tile: int, block_rows: int) -> Rows:
+    """For each row slot on the device the row of the stacked parts that it holds, or -1 for padding; int64 [slots].
+
+    Paired orders put the first rows of `tile` pairs into one tile and their partners into the next.
+    """
+    if spec.order == "plain":
+        rows = np.arange(spec.rows)
+    else:
+        first, second = _gated_pairs(spec) if spec.order == "gated" else _rope_pairs(spec)
+        pairs = -(-first.size // tile) * tile
+        padded = np.full((2, pairs), -1, np.int64)
+        padded[0, : first.size] = first
+        padded[1, : second.size] = second
+        rows = padded.reshape(2, -1, tile).transpose(1, 0, 2).reshape(-1)
+    slots = np.full(-(-rows.size // block_rows) * block_rows, -1, np.int64)
+    slots[: rows.size] = rows
+    return slots
+
+
+def _gated_pairs(spec: WeightSpec) -> tuple[Rows, Rows]:
+    gate, up = spec.part_rows
+    if gate != up:
+        raise ConfigError(
+            f"{spec.names[0]} has {gate} rows and {spec.names[1]} has {up}; a gate and its product need equally many"
+        )
+    return np.arange(gate), np.arange(gate, gate + up)
+
+
+def _rope_pairs(spec: WeightSpec) -> tuple[Rows, Rows]:
+    half, rotary_half = spec.head_dim // 2, spec.rotary_dim // 2
+    i = np.arange(half)
+    first = np.where(i < rotary_half, i, i + rotary_half)
+    second = first + np.where(i < rotary_half, rotary_half, half - rotary_half)
+    heads = np.arange(spec.rows // spec.head_dim)[:, None] * spec.head_dim
+    return (heads + first).reshape(-1), (heads + second).reshape(-1)
+
+
+def pack_rows(rows: NDArray[np.generic], tile: int) -> NDArray[np.uint32]:
+    """Arrange rows [slots, columns], slots a multiple of `tile`, as the kernels read them; uint32, flat."""
+    slots, columns = rows.shape
+    width = 16 // rows.dtype.itemsize
+    chunks = -(-columns // width)
+    if chunks * width != columns:
+        padded = np.zeros((slots, chunks * width), rows.dtype)
+        padded[:, :columns] = rows
+        rows = padded
+    tiles = rows.view(np.uint32).reshape(slots // tile, tile, chunks, 4)
+    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3)).reshape(-1)
+
+
+def packed_bytes(spec: WeightSpec, slots: int) -> int:
+    """Bytes of a packed weight with this many row slots."""
+    width = pack_width(spec.dtype)
+    return slots * -(-spec.columns // width) * 16

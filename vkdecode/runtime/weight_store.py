@@ -1,0 +1,138 @@
+"""The weights of one model on one device: read from the file in pieces, packed, uploaded, and held once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.errors import ClosedError, ConfigError, OutOfDeviceMemoryError
+from vkdecode.gpu import Device, Lanes, Storage, Uploader
+from vkdecode.graph import WeightSpec
+from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, row_slots
+from vkdecode.weights import DType, WeightSource, open_weights
+
+Progress = Callable[[int, int], None]
+_PIECE_BYTES = 8 << 20
+
+
+class WeightStore:
+    """Uploads weight constants on first use and serves the same storage from then on.
+
+    Args:
+        device: where the weights live.
+        lanes: the kernel shape, which decides their layout.
+        path: the model file; it is open only while something is read.
+
+    """
+
+    def __init__(self, device: Device, lanes: Lanes, path: Path) -> None:
+        self.device = device
+        self.lanes = lanes
+        self._path = path
+        self._storages: dict[WeightSpec, Storage] = {}
+        self._closed = False
+
+    def load(self, specs: Iterable[WeightSpec], progress: Progress | None = None) -> None:
+        """Upload all of these; `progress` is called with bytes done and bytes in all.
+
+        Raises:
+            VkDecodeError: a tensor is missing or mis-shaped, or memory runs out; what was taken here is given back.
+
+        """
+        wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._storages]
+        total = sum(self.nbytes(spec) for spec in wanted)
+        if total > self.device.free_bytes:
+            raise OutOfDeviceMemoryError(
+                f"the weights take {total} bytes, device {self.device.info} has {self.device.free_bytes} free; "
+                "use a smaller model or one stored at fewer bits"
+            )
+        done = 0
+        source = open_weights(self._path)
+        uploader = Uploader(self.device)
+        try:
+            for spec in wanted:
+                self._storages[spec] = self._upload(spec, source, uploader)
+                done += self.nbytes(spec)
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            for spec in wanted:
+                if spec in self._storages:
+                    self._storages.pop(spec).close()
+            raise
+        finally:
+            uploader.close()
+            source.close()
+
+    def get(self, spec: WeightSpec) -> Storage:
+        """The storage of a constant, uploaded now if it has not been.
+
+        Raises:
+            ClosedError: the model was closed.
+            VkDecodeError: like `load`.
+
+        """
+        if self._closed:
+            raise ClosedError("the model was closed; load it again")
+        if spec not in self._storages:
+            self.load([spec])
+        return self._storages[spec]
+
+    def nbytes(self, spec: WeightSpec) -> int:
+        """Bytes that a constant takes on the device."""
+        slots = row_slots(spec, self.lanes.tile, self.lanes.block_rows).size
+        return slots * 4 if spec.vector else packed_bytes(spec, slots)
+
+    def close(self) -> None:
+        """Let go of all weights; a plan that holds one keeps it alive until it is dropped."""
+        self._storages.clear()
+        self._closed = True
+
+    def _upload(self, spec: WeightSpec, source: WeightSource, uploader: Uploader) -> Storage:
+        slots = row_slots(spec, self.lanes.tile, self.lanes.block_rows)
+        encoding = "plain" if spec.vector else f"tiles{self.lanes.tile}"
+        storage = self.device.allocate(self.nbytes(spec), DType.F32 if spec.vector else spec.dtype, encoding=encoding)
+        try:
+            if spec.vector:
+                values = _gather(source, spec, slots).reshape(-1)
+                uploader.write(storage, 0, values)
+                return storage
+            row_bytes = packed_bytes(spec, 1)
+            step = max(_PIECE_BYTES // (row_bytes * self.lanes.tile), 1) * self.lanes.tile
+            for first in range(0, slots.size, step):
+                rows = _gather(source, spec, slots[first : first + step])
+                uploader.write(storage, first * row_bytes, pack_rows(rows, self.lanes.tile))
+        except BaseException:
+            storage.close()
+            raise
+        return storage
+
+
+def _gather(source: WeightSource, spec: WeightSpec, slots: NDArray[np.int64]) -> NDArray[np.generic]:
+    """The stacked rows that the slots name, [slots, columns] of the spec's dtype; padding rows are zero."""
+    out = np.zeros((slots.size, spec.columns), DType.F32.numpy if spec.vector else spec.dtype.numpy)
+    start = 0
+    for name, count in zip(spec.names, spec.part_rows):
+        here = np.flatnonzero((slots >= start) & (slots < start + count))
+        if name is not None and here.size:
+            rows = slots[here] - start
+            consecutive = rows[-1] - rows[0] + 1 == rows.size and bool((np.diff(rows) == 1).all())
+            values = source.read(name, slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows)
+            out[here] = _convert(values.reshape(rows.size, spec.columns), out.dtype, name)
+        start += count
+    return out
+
+
+def _convert(values: NDArray[np.generic], dtype: np.dtype[np.generic], name: str) -> NDArray[np.generic]:
+    if values.dtype == dtype:
+        return values
+    with np.errstate(over="ignore"):
+        converted = values.astype(dtype)
+    if not np.isfinite(converted.astype(np.float32)).all() and np.isfinite(values.astype(np.float32)).all():
+        raise ConfigError(
+            f"tensor {name} holds values beyond the range of {dtype.name}; load it with weights='bf16' or 'f32'"
+        )
+    return converted
