@@ -19,6 +19,7 @@ FLOORS = {
     "generate": 6,
     "sampling": 6,
     "conversation": 6,
+    "loading": 6,
     "token_loop": 6,
     "token_model": 6,
     "text": 6,
