@@ -3,9 +3,10 @@
 
 Usage: build_shaders.py [--force]
 
-A shader lists its variants in `//! variants NAME=value,value ...` lines; each combination is compiled once. A word value becomes
-the macro NAME_VALUE, a number becomes NAME=number. `//! only A=x or B=y` keeps the combinations for which one of the terms holds.
-Needs only the standard library, `glslangValidator`, and `spirv-opt` where it is installed (smaller code, faster pipelines).
+A shader lists its variants in `//! variants NAME=value,value ...` lines; each combination is compiled once. A word
+value becomes the macro NAME_VALUE, a number becomes NAME=number. `//! only A=x or B=y` keeps the combinations for
+which one of the terms holds. Needs only the standard library, `glslangValidator`, and `spirv-opt` where it is
+installed (smaller code, faster pipelines).
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ def parse_shader(path: Path) -> Shader:
         else:
             raise BuildError(f"{path.name}: unknown directive '//! {keyword}'")
     names = [name for name, _ in axes]
-    combinations = (tuple(zip(names, values)) for values in itertools.product(*(values for _, values in axes)))
+    combinations = (
+        tuple(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in axes))
+    )
     kept = tuple(one for one in combinations if all(any(pair in one for pair in rule) for rule in rules))
     return Shader(path.stem, path, kept)
 
@@ -79,8 +82,8 @@ def macros(variant: Variant) -> list[str]:
 def reflect(code: bytes) -> dict[str, Any]:
     """Bindings (with access), push-constant members and specialization constants of a SPIR-V module.
 
-    Access comes from the NonWritable and NonReadable decorations that GLSL's `readonly` and `writeonly` produce, so a kernel that
-    writes a storage it did not declare does not compile.
+    Access comes from the NonWritable and NonReadable decorations that GLSL's `readonly` and `writeonly` produce, so a
+    kernel that writes a storage it did not declare does not compile.
     """
     words = struct.unpack(f"<{len(code) // 4}I", code)
     names: dict[int, str] = {}
@@ -117,7 +120,10 @@ def reflect(code: bytes) -> dict[str, Any]:
             bindings.append((marks[33], {"name": members[struct_type, 0], "access": access}))
     # local_size_x_id makes a nameless second constant with the id of WORKGROUP.
     spec = sorted((marks[1], names[target]) for target, marks in decorations.items() if 1 in marks and target in names)
-    for what, order in (("binding", [i for i, _ in sorted(bindings, key=lambda b: b[0])]), ("constant_id", [i for i, _ in spec])):
+    for what, order in (
+        ("binding", [i for i, _ in sorted(bindings, key=lambda b: b[0])]),
+        ("constant_id", [i for i, _ in spec]),
+    ):
         if order != list(range(len(order))):
             raise BuildError(f"{what} numbers must count from 0 without a gap, not {order}")
     return {
@@ -180,7 +186,9 @@ def build(force: bool) -> str:
         scratch = Path(folder)
         with ThreadPoolExecutor() as pool:
             entries = list(pool.map(lambda job: compile_one(*job, scratch), jobs))
-        kernels = {kernel_key(shader.name, variant): entry for (shader, variant), entry in zip(jobs, entries)}
+        kernels = {
+            kernel_key(shader.name, variant): entry for (shader, variant), entry in zip(jobs, entries, strict=True)
+        }
         manifest.unlink(missing_ok=True)
         for stale in OUTPUT.glob("*.spv"):
             stale.unlink()

@@ -1,0 +1,129 @@
+"""Language models on any Vulkan GPU.
+
+The decode step is planned, optimized and recorded once, then re-submitted for every token. Everything a user needs is named
+here; names that need a device are imported when they are first used, so that `import vkdecode` is cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vkdecode.conversation import Conversation
+from vkdecode.errors import (
+    CaptureRefusedError,
+    ChatTemplateError,
+    ClosedError,
+    ConfigError,
+    ContextLengthError,
+    DeviceError,
+    InvalidInputError,
+    ModelFileError,
+    OutOfDeviceMemoryError,
+    SamplingError,
+    ShaderError,
+    SymbolConflict,
+    TokenizerError,
+    TopologyChanged,
+    UnsupportedModelError,
+    VkDecodeError,
+)
+from vkdecode.generate import generate, stream
+from vkdecode.sampling import SamplingParams
+from vkdecode.token_loop import Generation
+
+if TYPE_CHECKING:
+    from vkdecode.decode import (
+        CapturedDecodeSession,
+        DecodeMode,
+        DecodeSession,
+        DecodeTokenData,
+        KvAllocId,
+        KvCache,
+        KvLayer,
+        KvRebindSource,
+        PlanValidity,
+        RebindRefusal,
+    )
+    from vkdecode.gpu import Device, DeviceInfo, DeviceLocation, Storage, list_devices
+    from vkdecode.graph import SymEnv, SymId
+    from vkdecode.loading import load
+    from vkdecode.models import Model
+    from vkdecode.runtime import InferenceContext
+
+_LAZY = {
+    "vkdecode.decode": (
+        "CapturedDecodeSession",
+        "DecodeMode",
+        "DecodeSession",
+        "DecodeTokenData",
+        "KvAllocId",
+        "KvCache",
+        "KvLayer",
+        "KvRebindSource",
+        "PlanValidity",
+        "RebindRefusal",
+    ),
+    "vkdecode.gpu": ("Device", "DeviceInfo", "DeviceLocation", "Storage", "list_devices"),
+    "vkdecode.graph": ("SymEnv", "SymId"),
+    "vkdecode.loading": ("load",),
+    "vkdecode.models": ("Model",),
+    "vkdecode.runtime": ("InferenceContext",),
+}
+_HOME = {name: module for module, names in _LAZY.items() for name in names}
+
+__all__ = [
+    "CaptureRefusedError",
+    "CapturedDecodeSession",
+    "ChatTemplateError",
+    "ClosedError",
+    "ConfigError",
+    "ContextLengthError",
+    "Conversation",
+    "DecodeMode",
+    "DecodeSession",
+    "DecodeTokenData",
+    "Device",
+    "DeviceError",
+    "DeviceInfo",
+    "DeviceLocation",
+    "Generation",
+    "InferenceContext",
+    "InvalidInputError",
+    "KvAllocId",
+    "KvCache",
+    "KvLayer",
+    "KvRebindSource",
+    "Model",
+    "ModelFileError",
+    "OutOfDeviceMemoryError",
+    "PlanValidity",
+    "RebindRefusal",
+    "SamplingError",
+    "SamplingParams",
+    "ShaderError",
+    "Storage",
+    "SymEnv",
+    "SymId",
+    "SymbolConflict",
+    "TokenizerError",
+    "TopologyChanged",
+    "UnsupportedModelError",
+    "VkDecodeError",
+    "generate",
+    "list_devices",
+    "load",
+    "stream",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'vkdecode' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,7 @@
 """Every error that vkdecode raises on purpose.
 
-All of them derive from `VkDecodeError`, so a caller needs one `except`. A message is one line: what was wrong, where, and what
-to do about it.
+All of them derive from `VkDecodeError`, so a caller needs one `except`. A message is one line: what was wrong, where,
+and what to do about it.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ def load(
 
     Args:
         path: the folder or file.
-        device: an open `Device`, an ordinal of `list_devices()`, or None for the best GPU, else the CPU driver with a warning.
+        device: an open `Device`, an ordinal of `list_devices()`, or None for the best GPU, else the CPU driver with a
+            warning.
         weights: `f32`, `f16` or `bf16` to hold matrices so; None holds them as the file does (quantized blocks as f16).
         progress: called with bytes uploaded and bytes in all.
 

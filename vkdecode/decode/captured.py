@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 class CapturedDecodeSession:
     """A recording of a session's plan up to the logits, submitted again for each token.
 
-    On the device-offset path everything is inside. On the SymEnv path push constants are baked at recording, so the recording
-    leaves this token's K and V rows where the projections wrote them, and a one-off recording per token puts them at the offset.
+    On the device-offset path everything is inside. On the SymEnv path push constants are baked at recording, so the
+    recording leaves this token's K and V rows where the projections wrote them, and a one-off recording per token
+    puts them at
+    the offset.
     """
 
     def __init__(self, session: DecodeSession, recordings: list[Recording], one_off: bool) -> None:
@@ -35,19 +37,24 @@ class CapturedDecodeSession:
         """Record the session's plan.
 
         Raises:
-            CaptureRefusedError: what leads to the logits holds a COPY, or a dispatch other than a KV write whose push constants
+            CaptureRefusedError: what leads to the logits holds a COPY, or a dispatch other than a KV write whose push
+            constants
                 change with every token.
 
         """
         graph = session.graph
         for node_id in graph.reachable([session.logits_node]):
             if graph.node(node_id).op is Op.COPY:
-                raise CaptureRefusedError(f"node {node_id} copies between places and cannot be captured; use the held plan")
+                raise CaptureRefusedError(
+                    f"node {node_id} copies between places and cannot be captured; use the held plan"
+                )
         dispatches = session.executable.plan.dispatches
         for dispatch in dispatches:
             if dispatch.symbols and graph.node(dispatch.node).op is not Op.KV_WRITE:
                 names = ", ".join(map(str, dispatch.symbols))
-                raise CaptureRefusedError(f"kernel '{dispatch.kernel.key}' bakes {names} and cannot be captured; use the held plan")
+                raise CaptureRefusedError(
+                    f"kernel '{dispatch.kernel.key}' bakes {names} and cannot be captured; use the held plan"
+                )
         recordings = session.executable.record(SymEnv(), lambda dispatch: not dispatch.symbols)
         return cls(session, recordings, any(dispatch.symbols for dispatch in dispatches))
 

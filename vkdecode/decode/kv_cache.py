@@ -44,8 +44,10 @@ class KvLayer:
 class KvCache:
     """Keys and values of the tokens so far, on one device.
 
-    `alloc_id` names the allocation, not the conversation: making a cache, `clear` and `set_layer` mint a new one, `truncate_to`
-    does not, because a plan bakes the buffers and reads the length anew for each token. Rows from `cached_len` on hold anything.
+    `alloc_id` names the allocation, not the conversation: making a cache, `clear` and `set_layer` mint a new one,
+    `truncate_to` does not, because a plan bakes the buffers and reads the length anew for each token. Rows from
+    `cached_len` on
+    hold anything.
 
     Args:
         device: where it lives.
@@ -176,4 +178,5 @@ class KvCache:
         self._layers.clear()
 
     def __repr__(self) -> str:
-        return f"KvCache({self._cached_len} of {self.max_seq_len} rows, {self.dtype}, id {self._alloc_id}, {self.device_location})"
+        rows = f"{self._cached_len} of {self.max_seq_len} rows"
+        return f"KvCache({rows}, {self.dtype}, id {self._alloc_id}, {self.device_location})"

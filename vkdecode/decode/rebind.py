@@ -1,7 +1,7 @@
 """Whether a held plan may be pointed at another KV allocation: each check, in order, before anything is changed.
 
-Accepting a wrong allocation would decode one request over another's context at full speed, with nothing to report it. Refusing
-costs a rebuild. So what cannot be proven is refused.
+Accepting a wrong allocation would decode one request over another's context at full speed, with nothing to report it.
+Refusing costs a rebuild. So what cannot be proven is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class KvRebindSource(Protocol):
 class RebindRefusal:
     """Why a plan was not re-bound; an ordinary answer, after which the caller rebuilds.
 
-    `kind` is RESIDENCY_UNKNOWN, RESIDENCY_DIFFERS, MISSING_SLOT, UNBAKED_SLOT or STORAGE_DIFFERS. `baked` and `incoming` say what
+    `kind` is RESIDENCY_UNKNOWN, RESIDENCY_DIFFERS, MISSING_SLOT, UNBAKED_SLOT or STORAGE_DIFFERS. `baked` and
+    `incoming` say what
     differs: locations, or descriptions of the storages.
     """
 
@@ -54,12 +55,17 @@ class RebindRefusal:
     incoming: object = None
 
     def __str__(self) -> str:
-        where = f" at layer {self.layer} {'KV'[self.which]}" if self.layer is not None and self.which is not None else ""
+        where = (
+            f" at layer {self.layer} {'KV'[self.which]}" if self.layer is not None and self.which is not None else ""
+        )
         return f"{self.kind}{where}: the plan has {self.baked}, the cache {self.incoming}"
 
 
 def check_rebind(
-    source: KvRebindSource, location: DeviceLocation | None, kv_nodes: Sequence[tuple[NodeId, NodeId]], baked: StorageCache
+    source: KvRebindSource,
+    location: DeviceLocation | None,
+    kv_nodes: Sequence[tuple[NodeId, NodeId]],
+    baked: StorageCache,
 ) -> dict[NodeId, Storage] | RebindRefusal:
     """The storages to bind to each KV node, or the first reason not to.
 
@@ -90,6 +96,6 @@ def check_rebind(
 
 
 def interchange_key(storage: Storage) -> tuple[object, ...]:
-    """What two storages must share to be read by the same kernel: dtype, encoding, backend, bundling and byte extent."""
+    """What two storages must share to serve the same kernel: dtype, encoding, backend, bundling and byte extent."""
     backend = storage.location.backend if storage.location is not None else None
     return storage.dtype, storage.encoding, backend, storage.bundled, storage.nbytes

@@ -1,8 +1,9 @@
 """The decode session: a step planned once and held, with only its data bound anew for each token.
 
-Baked into the plan: the structure of the operations and the weights. Bound for each token: token ids, RoPE cosines and sines,
-the mask or the KV offset, and the symbols. A held plan used for the wrong model or cache would be wrong at full speed, a good one
-thrown away is a silent slow-down; `validity_for` is the one list of comparisons that decides.
+Baked into the plan: the structure of the operations and the weights. Bound for each token: token ids, RoPE cosines
+and sines, the mask or the KV offset, and the symbols. A held plan used for the wrong model or cache would be wrong at
+full
+speed, a good one thrown away is a silent slow-down; `validity_for` is the one list of comparisons that decides.
 """
 
 from __future__ import annotations
@@ -201,14 +202,16 @@ class DecodeSession:
     @property
     def location(self) -> DeviceLocation | None:
         """Where the KV storages that the plan binds are proven to live, or None."""
-        places = {self._base_cache[node].location for pair in self.kv_nodes for node in pair if node in self._base_cache}
+        places = {
+            self._base_cache[node].location for pair in self.kv_nodes for node in pair if node in self._base_cache
+        }
         return places.pop() if len(places) == 1 else None
 
     def per_token_sym_env(self, cached_len: int, token_count: int = 1) -> SymEnv:
         """The symbols of one step: `cached_len`, `attended_len` = cached_len + seq, and the number of real tokens.
 
-        All are bound on either path. On the device-offset path none of them is read, on the SymEnv path `cached_len` drives the
-        KV write: a binding that looks dead in one model is live in another.
+        All are bound on either path. On the device-offset path none of them is read, on the SymEnv path `cached_len`
+        drives the KV write: a binding that looks dead in one model is live in another.
         """
         env = SymEnv()
         env.bind(self.cached_len_sym, cached_len)
@@ -234,8 +237,8 @@ class DecodeSession:
     def rebind_kv(self, source: KvRebindSource) -> RebindRefusal | None:
         """Point the plan at another KV allocation; None where that was done, else why not, with nothing changed.
 
-        A re-bind makes every capture of this session stale. Structural validity is not checked again: call this only where
-        `validity_for` answered ALLOCATION_CHANGED.
+        A re-bind makes every capture of this session stale. Structural validity is not checked again: call this only
+        where `validity_for` answered ALLOCATION_CHANGED.
         """
         executable = self.executable
         checked = check_rebind(source, self.location, self.kv_nodes, self._base_cache)

@@ -1,7 +1,9 @@
 """One step of a model over a KV cache, through plans that the caller's context holds.
 
-The context belongs to the generate loop; models are read-only weights. A prompt runs in chunks, each size a plan of its own that
-is held like the decode plan, since a prefill writes rows into the same buffers and changes nothing that the decode plan bakes.
+The context belongs to the generate loop; models are read-only weights. A prompt runs in chunks, each size a plan of
+its own that is held like the decode plan, since a prefill writes rows into the same buffers and changes nothing that
+the decode
+plan bakes.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ class DecodeMode:
     """How steps are realized.
 
     Attributes:
-        rung: `captured` (re-submit a held recording), `held` (record the held plan anew) or `rebuild` (everything anew).
+        rung: `captured` (re-submit a held recording), `held` (record the held plan anew) or `rebuild` (everything
+            anew).
         kv_offset: `device` or `symenv`; None for the model's default.
-        arm: `bounded` or `masked` attention; None for bounded on the device-offset path and masked on the SymEnv path, where a
-            recording can be held only if attention reads no push constant.
+        arm: `bounded` or `masked` attention; None for bounded on the device-offset path and masked on the SymEnv
+            path, where a recording can be held only if attention reads no push constant.
 
     """
 
@@ -66,8 +69,8 @@ def forward_with_kv_context_persistent(
 ) -> NDArray[np.float32]:
     """Run tokens after what the cache holds and append their rows to it.
 
-    A single token runs through the decode session that the context keeps, which is built on the first one and re-bound or dropped
-    when `validity_for` says so. More tokens run as chunks of a prompt.
+    A single token runs through the decode session that the context keeps, which is built on the first one and
+    re-bound or dropped when `validity_for` says so. More tokens run as chunks of a prompt.
 
     Args:
         model: whose weights.
@@ -114,7 +117,8 @@ def invalidate_decode_pair_if_stale(
 ) -> DecodeSession | None:
     """The session if it may serve this step, re-bound if need be, else None with the session closed.
 
-    The one place where a held plan and its capture are dropped: the capture always first, because it reads the plan's buffers.
+    The one place where a held plan and its capture are dropped: the capture always first, because it reads the plan's
+    buffers.
     """
     if session is None:
         return None
@@ -291,7 +295,8 @@ def _check_fits(model: DecodeModel, tokens: int, kv: KvCache, context: Inference
         raise InvalidInputError(f"the KV cache has {kv.geometry}, the model needs {expected}; use model.new_kv_cache()")
     if kv.cached_len + tokens > kv.max_seq_len:
         raise ContextLengthError(
-            f"{tokens} tokens after {kv.cached_len} cached ones exceed the context of {kv.max_seq_len}; nothing was computed"
+            f"{tokens} tokens after {kv.cached_len} cached ones exceed the context of {kv.max_seq_len}; "
+            "nothing was computed"
         )
 
 

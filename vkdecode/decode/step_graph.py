@@ -38,8 +38,8 @@ class StepOptions:
 class StepGraph:
     """A step's graph and the ids that a session binds.
 
-    `logits` is the value wanted, `effects` the KV writes. `offset` exists only on the device-offset path, `mask` only in the
-    masked arm.
+    `logits` is the value wanted, `effects` the KV writes. `offset` exists only on the device-offset path, `mask` only
+    in the masked arm.
     """
 
     graph: Graph

@@ -124,7 +124,8 @@ class Device:
             copies = 2 if kind is StorageKind.STAGED else 1
             if self._allocated + nbytes * copies > self.info.heap_bytes:
                 raise OutOfDeviceMemoryError(
-                    f"{nbytes * copies} bytes do not fit device {self.info}: {self._allocated} of {self.info.heap_bytes} bytes "
+                    f"{nbytes * copies} bytes do not fit device {self.info}: "
+                    f"{self._allocated} of {self.info.heap_bytes} bytes "
                     "are taken; use a smaller context or a smaller model"
                 )
             if self._allocations + copies > limits.max_memory_allocation_count:

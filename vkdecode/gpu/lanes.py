@@ -42,8 +42,10 @@ class Lanes:
 def choose_lanes(device: Device, form: str = "auto") -> Lanes:
     """Pick the shape for a device: a CPU driver gets subgroups where they pass the check, a GPU shared memory.
 
-    A CPU driver runs one workgroup per thread and has no shared memory of its own, so few one-subgroup workgroups are fastest
-    there; a GPU hides latency with many, and Vulkan does not promise full subgroups without an extension Kompute cannot enable.
+    A CPU driver runs one workgroup per thread and has no shared memory of its own, so few one-subgroup workgroups are
+    fastest there; a GPU hides latency with many, and Vulkan does not promise full subgroups without an extension
+    Kompute
+    cannot enable.
 
     Raises:
         DeviceError: `form` is `subgroup` and the device fails the check.

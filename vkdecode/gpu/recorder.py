@@ -1,8 +1,9 @@
 """From kernels and storages to a Kompute sequence that can be submitted again and again.
 
-A recording is a list of steps whose order the caller has planned: Kompute itself puts no barrier between two dispatches. `Sync`
-is what orders them: it makes the writes of its storages available and copies them to their host-visible twins, and the transfer
-to shader barrier that Kompute records before each dispatch completes the chain.
+A recording is a list of steps whose order the caller has planned: Kompute itself puts no barrier between two
+dispatches. `Sync` is what orders them: it makes the writes of its storages available and copies them to their
+host-visible twins, and
+the transfer to shader barrier that Kompute records before each dispatch completes the chain.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def check_dispatch(
     limits = device.info.limits
     if len(storages) != len(kernel.bindings):
         raise ShaderError(f"kernel '{kernel.key}' binds {len(kernel.bindings)} storages, {len(storages)} were given")
-    for binding, storage in zip(kernel.bindings, storages):
+    for binding, storage in zip(kernel.bindings, storages, strict=True):
         if storage.closed:
             raise ClosedError(f"kernel '{kernel.key}': the storage for '{binding.name}' was closed")
         if storage.location is not None and storage.location != device.location:
@@ -116,7 +117,7 @@ def check_dispatch(
     _within(device, "maxPushConstantsSize", 4 * len(kernel.push), limits.max_push_constants_bytes)
     _within(device, "maxComputeWorkGroupInvocations", spec["WORKGROUP"], limits.max_compute_work_group_invocations)
     _within(device, "maxComputeWorkGroupSize[0]", spec["WORKGROUP"], limits.max_compute_work_group_size[0])
-    for axis, (count, limit) in enumerate(zip(workgroups, limits.max_compute_work_group_count)):
+    for axis, (count, limit) in enumerate(zip(workgroups, limits.max_compute_work_group_count, strict=True)):
         _within(device, f"maxComputeWorkGroupCount[{axis}]", count, limit)
         if count < 1:
             raise ShaderError(f"kernel '{kernel.key}': {count} work groups on axis {axis}")

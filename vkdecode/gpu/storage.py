@@ -32,8 +32,8 @@ class StorageKind(enum.Enum):
     """How the memory can be reached.
 
     DEVICE is device memory alone: the cheapest, for weights and KV caches; filled and read by copy kernels.
-    STAGED is device memory with a host-visible twin of the same size: for activations and per-token data. Copying to the twin is
-    also the operation that orders two dispatches.
+    STAGED is device memory with a host-visible twin of the same size: for activations and per-token data. Copying to
+    the twin is also the operation that orders two dispatches.
     HOST is mapped memory that shaders read directly: the source of an upload.
     """
 
@@ -75,7 +75,7 @@ class Storage:
 
     @classmethod
     def from_tensor(cls, tensor: Any, dtype: DType, encoding: str = "plain") -> Storage:
-        """Wrap a Kompute tensor made elsewhere; its location is unknown, since a tensor does not say which device it is on."""
+        """Wrap a Kompute tensor made elsewhere; its location is unknown, for a tensor does not name its device."""
         kind = {"TensorTypes.device": StorageKind.STAGED, "TensorTypes.host": StorageKind.HOST}
         return cls(
             tensor, None, dtype, tensor.size() * 4, kind.get(str(tensor.tensor_type()), StorageKind.DEVICE), encoding

@@ -1,7 +1,7 @@
 """Fusions: each pass finds one pattern, rewrites it in place, and returns the roots.
 
-A pass keeps the id of the value that the pattern ends in, so node ids held outside stay good. What fuses must have no other
-user, because its value is no longer computed.
+A pass keeps the id of the value that the pattern ends in, so node ids held outside stay good. What fuses must have no
+other user, because its value is no longer computed.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _takes_norm(graph: Graph, product: NodeId, norm: NodeId) -> bool:
 
 
 def _stacked(graph: Graph, products: Sequence[NodeId], replace_spec: dict[str, object]) -> list[NodeId] | None:
-    """Inputs of one product that computes the plain products of one x together: x, weight, and bias where any has one."""
+    """Inputs of one product that does the plain products of one x together: x, weight, and bias where any has one."""
     nodes = [graph.node(one) for one in products]
     if any(
         node.op is not Op.LINEAR or graph.attrs(node.id, LinearAttrs) != LinearAttrs(bias=len(node.inputs) == 3)

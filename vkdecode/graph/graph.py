@@ -38,8 +38,8 @@ class OptimizedGraph:
 class Graph:
     """Nodes in single-assignment form.
 
-    Ids are stable: an optimization rewrites a node in place or adds new ones, and what nothing reaches any more stays where it is.
-    `placement` holds the stamps of the placement pass: where each node's value lives.
+    Ids are stable: an optimization rewrites a node in place or adds new ones, and what nothing reaches any more stays
+    where it is. `placement` holds the stamps of the placement pass: where each node's value lives.
     """
 
     def __init__(self) -> None:

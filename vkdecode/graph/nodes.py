@@ -43,9 +43,11 @@ CONSTANTS = frozenset({Op.WEIGHT, Op.DATA, Op.KV})
 class WeightSpec:
     """A constant made of a model's tensors: which, in which row order, and how it is held.
 
-    `order` is `plain` (the tensors' rows one after another), `gated` (row i of the first tensor paired with row i of the second)
-    or `rope` (rows of each head paired as the rotation pairs them; needs `head_dim` and `rotary_dim`). A `vector` is a 1-D tensor,
-    held as plain float32 in the same row order; it may list a missing tensor as None, which stands for zeros.
+    `order` is `plain` (the tensors' rows one after another), `gated` (row i of the first tensor paired with row i of
+    the second) or `rope` (rows of each head paired as the rotation pairs them; needs `head_dim` and `rotary_dim`). A
+    `vector` is
+    a 1-D tensor, held as plain float32 in the same row order; it may list a missing tensor as None, which stands for
+    zeros.
     """
 
     names: tuple[str | None, ...]
@@ -97,7 +99,10 @@ class RopeAttrs:
 
 @dataclass(frozen=True)
 class LinearAttrs:
-    """What is fused around a product. Inputs: x, weight, then bias, norm weight, residual or cos and sin where present."""
+    """What is fused around a product.
+
+    Inputs: x, weight, then bias, norm weight, residual or cos and sin, as far as they are present.
+    """
 
     bias: bool = False
     norm_epsilon: float | None = None
@@ -126,9 +131,11 @@ class AttentionAttrs:
 
 @dataclass(frozen=True)
 class KvWriteAttrs:
-    """A KV write. Inputs: x, cache, the attention that must have read first, then offset data and token count on the device path.
+    """Where a KV write puts its rows.
 
-    `cached_len` and `token_count` are the symbols (or numbers) of the SymEnv path; `cached_len` is None on the device-offset path.
+    Inputs: x, cache, the attention that must have read first, then offset data and token count on the device path.
+    `cached_len` and `token_count` are the symbols (or numbers) of the SymEnv path; `cached_len` is None on the
+    device-offset path.
     """
 
     kv_heads: int

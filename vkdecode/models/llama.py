@@ -1,6 +1,7 @@
 """Llama, and what is Llama under another name: SmolLM2, TinyLlama, Llama 2 and 3.x, Yi.
 
-Touvron et al. 2023, "Llama 2: Open Foundation and Fine-Tuned Chat Models"; grouped-query attention after Ainslie et al. 2023.
+Touvron et al. 2023, "Llama 2: Open Foundation and Fine-Tuned Chat Models"; grouped-query attention after Ainslie et
+al. 2023.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def parse_config(config: Mapping[str, Any]) -> LlamaConfig:
     if heads % kv_heads:
         raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     if config.get("head_dim") is None and hidden_size % heads:
-        raise ConfigError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}, and head_dim is not given")
+        raise ConfigError(
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}, and head_dim is not given"
+        )
     head_dim = positive_int(config, "head_dim", max(hidden_size // heads, 1))
     if head_dim % 4:
         raise UnsupportedModelError(f"head_dim {head_dim} is not supported; it must be a multiple of 4")
@@ -88,7 +91,9 @@ def check_tensors(c: LlamaConfig, tensors: TensorTable) -> None:
                 raise ConfigError(f"the file has a tensor {name}, but its config says that there is no such bias")
 
 
-def build_step(c: LlamaConfig, tensors: TensorTable, rotary_dim: int, options: StepOptions, kv: KvGeometry) -> StepGraph:
+def build_step(
+    c: LlamaConfig, tensors: TensorTable, rotary_dim: int, options: StepOptions, kv: KvGeometry
+) -> StepGraph:
     """The graph of one step: token ids to logits, with the new rows put into the KV caches."""
     b = StepBuilder(tensors, options, kv, rotary_dim)
     q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim

@@ -37,8 +37,8 @@ Progress = Callable[[int, int], None]
 class Model:
     """A model on a device; a context manager.
 
-    Made by `vkdecode.load`. Attributes: `config` (the architecture's dataclass), `device`, `tokenizer` (None where the files hold
-    none), `shape_key`, `path`.
+    Made by `vkdecode.load`. Attributes: `config` (the architecture's dataclass), `device`, `tokenizer` (None where
+    the files hold none), `shape_key`, `path`.
     """
 
     def __init__(
@@ -54,7 +54,11 @@ class Model:
         self.tokenizer: Any = None
         self.tokenizer_error: str | None = None
         self.instance_id = new_model_instance_id()
-        structure = {**asdict(self.config), "rotary_dim": self._rope.rotary_dim, "dtype": dtype.value if dtype else None}
+        structure = {
+            **asdict(self.config),
+            "rotary_dim": self._rope.rotary_dim,
+            "dtype": dtype.value if dtype else None,
+        }
         self.shape_key = make_shape_key(model_type, structure, self.instance_id)
         self.weight_store = WeightStore(device, device.lanes, source.path)
         self._owns_device = False
@@ -143,7 +147,7 @@ class Model:
         mode: DecodeMode | None = None,
         logits: str = "last",
     ) -> NDArray[np.float32]:
-        """The same result as `forward`, through the plans that the context holds; see the function of this name in `decode`."""
+        """The same as `forward`, through the plans that the context holds; see the function of this name in `decode`."""
         return forward_with_kv_context_persistent(self, token_ids, kv, context, mode, logits)
 
     def check_open(self) -> None:
@@ -170,7 +174,10 @@ class Model:
 
 
 def load_model(
-    source: WeightSource, device: Device | int | None = None, weights: str | None = None, progress: Progress | None = None
+    source: WeightSource,
+    device: Device | int | None = None,
+    weights: str | None = None,
+    progress: Progress | None = None,
 ) -> Model:
     """Put an open file's model on a device.
 

@@ -24,5 +24,7 @@ def architecture_of(config: Mapping[str, Any]) -> tuple[str, ModuleType]:
     if not isinstance(model_type, str):
         raise ModelFileError("the config has no model_type")
     if model_type not in ARCHITECTURES:
-        raise UnsupportedModelError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
     return model_type, ARCHITECTURES[model_type]

@@ -1,6 +1,7 @@
 """The parts that every architecture's step graph shares: inputs, KV caches, attention and the output.
 
-An architecture's file reads as its forward pass; what is bound for each token and how rows reach the cache is said here once.
+An architecture's file reads as its forward pass; what is bound for each token and how rows reach the cache is said
+here once.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ class StepBuilder:
         self._offset = graph.data("offset", (2,), DType.U32) if on_device else None
         self._mask = graph.data("mask", (geometry.max_seq_len,)) if options.arm == "masked" else None
         self._kv = tuple(
-            (graph.kv(layer, 0, geometry.slot_shape, geometry.dtype), graph.kv(layer, 1, geometry.slot_shape, geometry.dtype))
+            (
+                graph.kv(layer, 0, geometry.slot_shape, geometry.dtype),
+                graph.kv(layer, 1, geometry.slot_shape, geometry.dtype),
+            )
             for layer in range(geometry.num_layers)
         )
         self._effects: list[NodeId] = []
@@ -58,7 +62,9 @@ class StepBuilder:
     def linear(self, x: NodeId, name: str, rows: int, bias: bool = False) -> NodeId:
         """Product with `name.weight` [rows, features of x], plus `name.bias` where asked."""
         weight = self.graph.weight(self._tensors.matrix(f"{name}.weight", rows, self.graph.node(x).shape[1]))
-        return self.graph.linear(x, weight, self.graph.weight(self._tensors.vector(f"{name}.bias", rows)) if bias else None)
+        return self.graph.linear(
+            x, weight, self.graph.weight(self._tensors.vector(f"{name}.bias", rows)) if bias else None
+        )
 
     def rope(self, x: NodeId, heads: int) -> NodeId:
         """Turn each head of x by this step's positions."""

@@ -33,7 +33,7 @@ class TensorTable:
         return list(self._infos)
 
     def matrix(self, name: str, rows: int, columns: int) -> WeightSpec:
-        """A [rows, columns] tensor as a weight constant; raises `ConfigError` where it is missing or has another shape."""
+        """A [rows, columns] tensor as a constant; raises `ConfigError` where it is missing or has another shape."""
         info = self._checked(name, (rows, columns))
         return WeightSpec((name,), (rows,), columns, self._dtype or info.dtype)
 
@@ -47,5 +47,7 @@ class TensorTable:
         if info is None:
             raise ConfigError(f"{self._where} has no tensor {name}, which its config asks for")
         if info.shape != shape:
-            raise ConfigError(f"tensor {name} in {self._where} has shape {list(info.shape)}, its config asks for {list(shape)}")
+            raise ConfigError(
+                f"tensor {name} in {self._where} has shape {list(info.shape)}, its config asks for {list(shape)}"
+            )
         return info

@@ -20,7 +20,8 @@ from vkdecode.runtime.plan import buffer_of, check_topology, lower
 class Stats:
     """How often the costly things happened. Decode steps and prefill chunks are counted apart.
 
-    `tokens_replayed` counts submissions of a held recording; `one_off_recordings` the per-token KV writes of the SymEnv path.
+    `tokens_replayed` counts submissions of a held recording; `one_off_recordings` the per-token KV writes of the
+    SymEnv path.
     """
 
     plans_built: int = 0
@@ -56,7 +57,8 @@ class InferenceContext:
 
     Args:
         device: where graphs are realized.
-        fusions: the optimizer's fusion passes; fewer make more, simpler dispatches with the same results within rounding.
+        fusions: the optimizer's fusion passes; fewer make more, simpler dispatches with the same results within
+            rounding.
 
     """
 

@@ -63,7 +63,7 @@ class Executable:
         return self._slots[self.plan.slots[node]]
 
     def rebind(self, storages: Mapping[NodeId, Storage]) -> None:
-        """Point constants at other storages; only the algorithms that bind them are made again. Recordings become stale."""
+        """Point constants at other storages and make the algorithms that bind them again; recordings become stale."""
         self._constants.update(storages)
         for index, dispatch in enumerate(self.plan.dispatches):
             if any(node in storages for node in dispatch.bindings):

@@ -203,7 +203,7 @@ def _attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "QUERY_HEADS": query_heads,
         "SCALE_BITS": float_bits(attrs.scale),
     }
-    for name, part in zip("QKV", node.inputs):
+    for name, part in zip("QKV", node.inputs[:3], strict=True):
         constants[f"{name}_OFFSET"], constants[f"{name}_STRIDE"] = (value // 4 for value in view_of(graph, part))
     q, k, v, cache_k, cache_v, token_count, *extra = node.inputs
     bindings = (q, k, v, cache_k, cache_v, node.id, token_count, *extra)

@@ -1,7 +1,8 @@
-"""Order inside a submission: which operations make one dispatch wait for another, planned from what each reads and writes.
+"""Order inside a submission: what makes one dispatch wait for another, planned from what each reads and writes.
 
-Kompute records no barrier between dispatches. A sync of a buffer orders everything before it against everything after it, and
-makes that buffer's writes visible; see `gpu.recorder`. This module knows buffers as plain numbers and no device.
+Kompute records no barrier between dispatches. A sync of a buffer orders everything before it against everything after
+it, and makes that buffer's writes visible; see `gpu.recorder`. This module knows buffers as plain numbers and no
+device.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class OrderStep:
 
 @dataclass(frozen=True)
 class Hazard:
-    """A dependence between two dispatches of one segment: `RAW`, `WAR` or `WAW`, and the step (index in its segment) that orders it."""
+    """A dependence between two dispatches of one segment, and the step (index in its segment) that orders it.
+
+    `kind` is `RAW` or `WAR`; a second write of a buffer in one segment is refused.
+    """
 
     kind: str
     buffer: NodeId
@@ -56,7 +60,8 @@ def plan_order(
         The steps of each segment, and every hazard with the step that orders it.
 
     Raises:
-        InvalidInputError: a dependence cannot be ordered, because a buffer is written twice in a segment or cannot be synced.
+        InvalidInputError: a dependence cannot be ordered, because a buffer is written twice in a segment or cannot be
+        synced.
 
     """
     order: list[tuple[OrderStep, ...]] = []

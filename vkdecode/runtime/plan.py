@@ -41,7 +41,7 @@ class Dispatch:
         return tuple(value for value in self.push.values() if isinstance(value, SymId))
 
     def _with_access(self, what: str) -> tuple[NodeId, ...]:
-        pairs = zip(self.bindings, self.kernel.bindings)
+        pairs = zip(self.bindings, self.kernel.bindings, strict=True)
         return tuple(dict.fromkeys(node for node, binding in pairs if what in binding.access))
 
 
@@ -74,7 +74,8 @@ def check_topology(graph: Graph, optimized: OptimizedGraph) -> None:
     """Raise `TopologyChanged` where the graph is no longer the one that was optimized."""
     if graph.generation != optimized.generation:
         raise TopologyChanged(
-            f"the graph is at generation {graph.generation}, its optimization at {optimized.generation}; drop the session"
+            f"the graph is at generation {graph.generation}, its optimization at {optimized.generation}; "
+            "drop the session"
         )
 
 
@@ -138,11 +139,11 @@ def _segments(count: int, most: int) -> tuple[int, ...]:
 def _assign_slots(
     graph: Graph, dispatches: Sequence[Dispatch], segments: tuple[int, ...], targets: tuple[NodeId, ...]
 ) -> tuple[dict[NodeId, int], tuple[int, ...]]:
-    """Give every activation a slot. Inside a segment each has its own (single assignment); later segments reuse freed ones."""
+    """Give every activation a slot: inside a segment each its own, later segments reuse freed ones."""
     segment_of = [number for number, count in enumerate(segments) for _ in range(count)]
     made: dict[NodeId, int] = {}
     last: dict[NodeId, int] = {}
-    for segment, dispatch in zip(segment_of, dispatches):
+    for segment, dispatch in zip(segment_of, dispatches, strict=True):
         for buffer in dispatch.writes:
             if graph.node(buffer).op is not Op.KV:
                 made[buffer] = segment

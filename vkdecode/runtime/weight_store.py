@@ -115,7 +115,7 @@ def _gather(source: WeightSource, spec: WeightSpec, slots: NDArray[np.int64]) ->
     """The stacked rows that the slots name, [slots, columns] of the spec's dtype; padding rows are zero."""
     out = np.zeros((slots.size, spec.columns), DType.F32.numpy if spec.vector else spec.dtype.numpy)
     start = 0
-    for name, count in zip(spec.names, spec.part_rows):
+    for name, count in zip(spec.names, spec.part_rows, strict=True):
         here = np.flatnonzero((slots >= start) & (slots < start + count))
         if name is not None and here.size:
             rows = slots[here] - start
