@@ -188,6 +188,29 @@ void fold_range(bool cached, uint kv_head, uint count, inout Running state) {
     }
 }
 
+// Folds the one row of a single-token step, lanes along its dimensions: cheaper to compile and to run than a block of one.
+void fold_own_row(uint kv_head, inout Running state) {
+    const uint k_row = K_OFFSET + kv_head * ROW_WORDS;
+    const uint v_row = V_OFFSET + kv_head * ROW_WORDS;
+    [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
+        float share = 0.0;
+        [[dont_unroll]] for (uint word = LANE; word < ROW_WORDS; word += WORKGROUP) {
+            share += dot(q[query_word(i) + word], k[k_row + word]);
+        }
+        float scaled = lane_sum(share) * uintBitsToFloat(SCALE_BITS);
+        float highest = max(state.highest[i], scaled);
+        float keep = exp(state.highest[i] - highest);
+        float weight_own = exp(scaled - highest);
+        state.highest[i] = highest;
+        state.total[i] = state.total[i] * keep + (LANE == 0 ? weight_own : 0.0);
+        [[unroll]] for (uint w = 0; w < WORDS; ++w) {
+            uint word = w * WORKGROUP + LANE;
+            vec4 own = word < ROW_WORDS ? weight_own * v[v_row + min(word, ROW_WORDS - 1)] : vec4(0.0);
+            state.value[i * WORDS + w] = state.value[i * WORDS + w] * keep + own;
+        }
+    }
+}
+
 void main() {
     const uint kv_head = gl_WorkGroupID.x * QUERY_HEADS / GROUP;
     const uint first_token = gl_WorkGroupID.y * QUERY_TOKENS;
@@ -213,7 +236,11 @@ void main() {
         [[unroll]] for (uint w = 0; w < WORDS; ++w) state.value[i * WORDS + w] = vec4(0.0);
     }
     fold_range(true, kv_head, cached_rows, state);
-    fold_range(false, kv_head, min(first_token + QUERY_TOKENS, tokens), state);
+    if (STEP_TOKENS == 1) {
+        fold_own_row(kv_head, state);
+    } else {
+        fold_range(false, kv_head, min(first_token + QUERY_TOKENS, tokens), state);
+    }
 
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
         float total = lane_sum(state.total[i]);

@@ -10,5 +10,6 @@ layout(std430, binding = 2) writeonly buffer Y { float y[]; };
 
 void main() {
     uint column = gl_GlobalInvocationID.x;
-    if (column < COLUMNS) y[column] = x[(token_count[0] - 1) * COLUMNS + column];
+    uint row = max(token_count[0], 1) - 1;
+    if (column < COLUMNS) y[column] = x[row * COLUMNS + column];
 }

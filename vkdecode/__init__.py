@@ -1,7 +1,7 @@
 """Language models on any Vulkan GPU.
 
-The decode step is planned, optimized and recorded once, then re-submitted for every token. Everything a user needs is named
-here; names that need a device are imported when they are first used, so that `import vkdecode` is cheap.
+The decode step is planned, optimized and recorded once, then re-submitted for every token. Everything a user needs is
+named here; names that need a device are imported when they are first used, so that `import vkdecode` is cheap.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from vkdecode.errors import ChatTemplateError, ClosedError, ContextLengthError, InvalidInputError
+from vkdecode.errors import ChatTemplateError, ClosedError, ContextLengthError, InvalidInputError, TokenizerError
 from vkdecode.generate import check_max_tokens, check_text, check_token_ids, stop_strings
 from vkdecode.sampling import Sampler, SamplingParams
 from vkdecode.token_loop import Generation, TextStream
@@ -149,10 +149,11 @@ def cache_size(model: TokenModel, max_seq_len: int | None) -> int:
 
 def _chat_tokenizer(model: TokenModel) -> TextTokenizer:
     tokenizer = model.tokenizer
-    if tokenizer is None or tokenizer.chat_template is None:
-        lacks = "tokenizer" if tokenizer is None else "chat template"
+    if tokenizer is None:
+        raise TokenizerError(f"{model.tokenizer_error}; without a tokenizer this model cannot chat")
+    if tokenizer.chat_template is None:
         raise ChatTemplateError(
-            f"this model came without a {lacks}, so it cannot chat; use generate, which takes a plain prompt"
+            "this model came without a chat template, so it cannot chat; use generate, which takes a plain prompt"
         )
     return tokenizer
 

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vkdecode.errors import ContextLengthError, InvalidInputError
+from vkdecode.errors import ContextLengthError, InvalidInputError, TokenizerError
 from vkdecode.sampling import Sampler, SamplingParams
 from vkdecode.token_loop import Generation, TextStream
 from vkdecode.token_model import KvFeed, TokenModel
@@ -98,9 +98,7 @@ def prompt_token_ids(model: TokenModel, prompt: str | Sequence[int], add_special
     """Return the token ids of a prompt, or raise `InvalidInputError` when it has none or one outside the vocabulary."""
     if isinstance(prompt, str):
         if model.tokenizer is None:
-            raise InvalidInputError(
-                "this model came without a tokenizer and takes no text; give the prompt as token ids"
-            )
+            raise TokenizerError(f"{model.tokenizer_error}; this model takes no text, give the prompt as token ids")
         token_ids = model.tokenizer.encode(check_text("the prompt", prompt), add_special_tokens=add_special_tokens)
     else:
         token_ids = _integers(prompt)

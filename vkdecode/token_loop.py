@@ -23,6 +23,7 @@ class Usage:
 
     `prompt_tokens` were computed and `cached_tokens` were found in the KV cache. The first token comes out of the
     prompt's pass, so `completion_seconds` covers the `decode_steps` passes of one token each that followed.
+    `preparation_seconds` went into plans that later requests use again.
     """
 
     prompt_tokens: int
@@ -31,6 +32,7 @@ class Usage:
     decode_steps: int
     prompt_seconds: float
     completion_seconds: float
+    preparation_seconds: float = 0.0
 
     @property
     def prompt_tokens_per_second(self) -> float:
@@ -44,9 +46,10 @@ class Usage:
 
     def __str__(self) -> str:
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
+        prepared = f" | plans built in {self.preparation_seconds:.1f} s" if self.preparation_seconds >= 0.1 else ""
         return (
             f"prompt {self.prompt_tokens} tokens{cached}, {self.prompt_tokens_per_second:.1f} tok/s | "
-            f"generated {self.completion_tokens} tokens, {self.completion_tokens_per_second:.1f} tok/s"
+            f"generated {self.completion_tokens} tokens, {self.completion_tokens_per_second:.1f} tok/s{prepared}"
         )
 
 
@@ -133,6 +136,7 @@ class TextStream(Iterator[str]):
         self._decode_steps = 0
         self._prompt_seconds = 0.0
         self._completion_seconds = 0.0
+        self._preparation_seconds = 0.0
 
     @property
     def result(self) -> Generation:
@@ -192,6 +196,9 @@ class TextStream(Iterator[str]):
         if not self._token_ids:
             self._feed.open()
             started = time.perf_counter()
+            self._feed.prepare(len(self._prompt))
+            self._preparation_seconds = time.perf_counter() - started
+            started = time.perf_counter()
             token_id = self._feed.next_token(self._prompt, self._sampler)
             self._prompt_seconds = time.perf_counter() - started
             self._prompt_tokens = len(self._prompt)
@@ -226,6 +233,7 @@ class TextStream(Iterator[str]):
             decode_steps=self._decode_steps,
             prompt_seconds=self._prompt_seconds,
             completion_seconds=self._completion_seconds,
+            preparation_seconds=self._preparation_seconds,
         )
         self._result = Generation("".join(self._text), list(self._token_ids), reason, usage)
         if self._on_end is not None:

@@ -61,9 +61,15 @@ class TokenModel(Protocol):
     def tokenizer(self) -> TextTokenizer | None: ...
 
     @property
+    def tokenizer_error(self) -> str | None:
+        """Why there is no tokenizer, where there is none."""
+
+    @property
     def device(self) -> Any: ...
 
     def new_kv_cache(self, max_seq_len: int) -> Any: ...
+
+    def prepare(self, kv: Any, context: Any, prompt_tokens: int) -> None: ...
 
     def forward_with_kv_context_persistent(
         self, token_ids: Sequence[int], kv: Any, context: Any
@@ -102,6 +108,10 @@ class KvFeed:
             self._kv = self._model.new_kv_cache(self._max_seq_len)
         if self._context is None:
             self._context = _new_context(self._model)
+
+    def prepare(self, prompt_tokens: int) -> None:
+        """Build what a prompt of this many tokens and the decoding after it need."""
+        self._model.prepare(self._kv, self._context, prompt_tokens)
 
     def next_token(self, token_ids: Sequence[int], sampler: Sampler) -> int:
         """Append `token_ids` to the cache and choose the token after them; an exception leaves the cache as it was."""

@@ -92,6 +92,7 @@ class FakeModel:
     ) -> None:
         self.config = SimpleNamespace(vocab_size=VOCAB_SIZE, max_position_embeddings=positions)
         self.tokenizer: FakeTokenizer | None = tokenizer or FakeTokenizer()
+        self.tokenizer_error: str | None = "tokenizer.json is missing"
         self.device = SimpleNamespace(info=SimpleNamespace(name="Fake GPU", kind="discrete"))
         self.failures = dict(failures or {})
         self.fed: list[list[int]] = []
@@ -107,6 +108,10 @@ class FakeModel:
     def new_kv_cache(self, max_seq_len: int, dtype: str = "f32") -> FakeKvCache:
         self.caches.append(FakeKvCache(max_seq_len))
         return self.caches[-1]
+
+    def prepare(self, kv: FakeKvCache, context: FakeContext, prompt_tokens: int) -> None:
+        assert not kv.closed and not context.closed and not self.closed
+        assert prompt_tokens and kv.cached_len + prompt_tokens <= kv.max_seq_len
 
     def forward_with_kv_context_persistent(
         self, token_ids: Sequence[int], kv: FakeKvCache, context: FakeContext
@@ -136,16 +141,16 @@ def fake_modules(model: FakeModel | BaseException, devices: Sequence[Any] = ()) 
     def load(path: object, device: object = None, weights: object = None, progress: Any = None) -> FakeModel:
         if isinstance(model, BaseException):
             raise model
-        models.loaded = SimpleNamespace(path=path, device=device, weights=weights)  # type: ignore[attr-defined]  # for tests
+        loading.loaded = SimpleNamespace(path=path, device=device, weights=weights)  # type: ignore[attr-defined]  # for tests
         progress(50, 100)
         progress(100, 100)
         return model
 
-    models, runtime, gpu = (ModuleType(f"vkdecode.{name}") for name in ("models", "runtime", "gpu"))
-    vars(models)["load"] = load
+    loading, runtime, gpu = (ModuleType(f"vkdecode.{name}") for name in ("loading", "runtime", "gpu"))
+    vars(loading)["load"] = load
     vars(runtime)["InferenceContext"] = FakeContext
     vars(gpu)["list_devices"] = lambda: list(devices)
-    return {module.__name__: module for module in (models, runtime, gpu)}
+    return {module.__name__: module for module in (loading, runtime, gpu)}
 
 
 def install(model: FakeModel | BaseException, devices: Sequence[Any] = ()) -> None:

@@ -85,7 +85,7 @@ def test_generate_prints_the_text_and_on_stderr_the_speed(use: type[Use]) -> Non
     run = use(model, "generate", "some.gguf", "--prompt", "Capital?", "--device", "1", "--weights", "f16")
     assert (run.code, run.out) == (0, "Paris.\n")
     assert re.fullmatch(r"prompt 9 tokens, .* tok/s \| generated 6 tokens, .* tok/s\n", run.err)
-    loaded = vars(run.modules["vkdecode.models"])["loaded"]
+    loaded = vars(run.modules["vkdecode.loading"])["loaded"]
     assert vars(loaded) == {"path": "some.gguf", "device": 1, "weights": "f16"}
     assert model.closed and all(kv.closed for kv in model.caches)
 
@@ -255,9 +255,9 @@ def test_warnings_are_one_line() -> None:
     script = """
 import warnings
 install(FakeModel(""))
-models = sys.modules["vkdecode.models"]
-load = models.load
-models.load = lambda *args, **options: warnings.warn("slow\\ndriver") or load(*args, **options)
+loading = sys.modules["vkdecode.loading"]
+load = loading.load
+loading.load = lambda *args, **options: warnings.warn("slow\\ndriver") or load(*args, **options)
 """
     ended = process(script, "generate", "m", "-p", "x")
     assert ended.stderr.splitlines()[0] == "vkdecode: warning: slow driver"

@@ -7,7 +7,14 @@ import pytest
 from fakes import END, START, FakeContext, FakeModel, FakeTokenizer, fake_modules
 
 from vkdecode.conversation import Conversation
-from vkdecode.errors import ChatTemplateError, ClosedError, ContextLengthError, InvalidInputError, VkDecodeError
+from vkdecode.errors import (
+    ChatTemplateError,
+    ClosedError,
+    ContextLengthError,
+    InvalidInputError,
+    TokenizerError,
+    VkDecodeError,
+)
 from vkdecode.sampling import SamplingParams
 from vkdecode.token_loop import Generation
 
@@ -182,7 +189,7 @@ def test_a_model_that_cannot_chat_is_refused() -> None:
         start(FakeModel(tokenizer=FakeTokenizer(chat_template=None)))
     model = FakeModel()
     model.tokenizer = None
-    with pytest.raises(ChatTemplateError, match="without a tokenizer"):
+    with pytest.raises(TokenizerError, match="tokenizer.json is missing.*cannot chat"):
         start(model)
 
 

@@ -1,15 +1,15 @@
 """Plans held between tokens: KV caches, sessions, keys, re-binding and capture."""
 
 from vkdecode.decode.captured import CapturedDecodeSession
+from vkdecode.decode.held_plans import build_session, invalidate_decode_pair_if_stale
 from vkdecode.decode.keys import KvAllocId, ModelInstanceId, make_shape_key, new_kv_alloc_id, new_model_instance_id
 from vkdecode.decode.kv_cache import KvCache, KvGeometry, KvLayer
 from vkdecode.decode.rebind import KvRebindSource, RebindRefusal
 from vkdecode.decode.session import DecodeSession, DecodeTokenData, PlanValidity
 from vkdecode.decode.step import (
     DecodeMode,
-    build_session,
     forward_with_kv_context_persistent,
-    invalidate_decode_pair_if_stale,
+    prepare,
     step_data,
 )
 from vkdecode.decode.step_graph import DecodeModel, StepGraph, StepOptions
@@ -36,5 +36,6 @@ __all__ = [
     "make_shape_key",
     "new_kv_alloc_id",
     "new_model_instance_id",
+    "prepare",
     "step_data",
 ]

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.decode.session import DecodeSession, DecodeTokenData
-from vkdecode.errors import CaptureRefusedError, ClosedError
+from vkdecode.errors import CaptureRefusedError, ClosedError, InvalidInputError
 from vkdecode.gpu import Device
 from vkdecode.graph import Op, SymEnv
 from vkdecode.runtime import Dispatch
@@ -31,6 +31,7 @@ class CapturedDecodeSession:
         self._recordings = recordings
         self._one_off = one_off
         self._epoch = session.binding_epoch
+        self.has_run = False
 
     @classmethod
     def capture(cls, session: DecodeSession) -> CapturedDecodeSession:
@@ -76,17 +77,27 @@ class CapturedDecodeSession:
             TopologyChanged: its graph was changed.
 
         """
-        session = self._session
-        if not self.is_current:
-            raise ClosedError("the session was bound to another KV cache after this capture; capture it again")
-        session.check_runnable(device)
-        executable = session.executable
-        session.bind(data)
-        for recording in self._recordings:
-            recording.submit()
+        self._submit(device, data)
+        executable = self._session.executable
         if self._one_off:
             executable.record_effects(sym_env, _is_symbolic).submit()
-        return executable.read(session.logits_node)
+        return executable.read(self._session.logits_node)
+
+    def run_empty(self, device: Device, data: DecodeTokenData) -> None:
+        """Submit with data of no tokens: the driver compiles the kernels, and no row of the cache changes."""
+        if data.token_count:
+            raise InvalidInputError(f"an empty run takes data of 0 tokens, not of {data.token_count}")
+        self._submit(device, data)
+
+    def _submit(self, device: Device, data: DecodeTokenData) -> None:
+        if not self.is_current:
+            raise ClosedError("the session was bound to another KV cache after this capture; capture it again")
+        self._session.check_runnable(device)
+        _ = self._session.executable
+        self._session.bind(data)
+        self.has_run = True
+        for recording in self._recordings:
+            recording.submit()
 
 
 def _is_symbolic(dispatch: Dispatch) -> bool:

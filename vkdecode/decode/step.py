@@ -8,28 +8,25 @@ plan bakes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.decode.captured import CapturedDecodeSession
+from vkdecode.decode.held_plans import build_session, held_session, put_session
 from vkdecode.decode.kv_cache import KvCache
-from vkdecode.decode.session import DecodeSession, DecodeTokenData, PlanValidity
+from vkdecode.decode.session import DecodeSession, DecodeTokenData
 from vkdecode.decode.step_graph import DecodeModel, StepOptions, check_token_ids
 from vkdecode.errors import CaptureRefusedError, ContextLengthError, InvalidInputError
-from vkdecode.gpu import Storage, StorageKind
-from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec
-from vkdecode.runtime import InferenceContext, StorageCache
+from vkdecode.runtime import InferenceContext, Stats
 
 RUNGS = ("captured", "held", "rebuild")
 KV_OFFSETS = ("device", "symenv")
 ARMS = ("bounded", "masked")
 CHUNK_SIZES = (16, 64, 256)
 _ALL_LOGITS_CHUNK = 16
-_PREFILL_DISPATCHES = 10
 
 
 @dataclass(frozen=True)
@@ -95,79 +92,49 @@ def forward_with_kv_context_persistent(
     parts: list[NDArray[np.float32]] = []
     try:
         with model.device.lock:
-            done = 0
-            while done < ids.size:
-                size, count = _chunk(ids.size - done, logits)
-                last = done + count == ids.size
-                wanted = "last" if size == 1 else logits if logits == "all" or last else "none"
-                result = _run_step(model, ids[done : done + count], size, wanted, kv, context, mode)
-                kv.advance(count)
-                done += count
-                if logits == "all":
-                    parts.append(result.reshape(-1, model.vocab_size)[:count])
+            for chunk in _chunks(model, ids.size, mode, logits, context.held):
+                part = ids[chunk.start : chunk.end]
+                result = _run_step(model, part, chunk.options, kv, context, mode.rung)
+                kv.advance(part.size)
+                rows = result.reshape(-1, model.vocab_size)[: part.size] if logits == "all" else result
+                parts = [*parts, rows] if logits == "all" else [rows]
     except BaseException:
         if not kv.closed and kv.cached_len > start:
             kv.truncate_to(start)
         raise
-    return np.concatenate(parts) if logits == "all" else result
+    return np.concatenate(parts)
 
 
-def invalidate_decode_pair_if_stale(
-    session: DecodeSession | None, model: DecodeModel, seq: int, kv: KvCache, context: InferenceContext
-) -> DecodeSession | None:
-    """The session if it may serve this step, re-bound if need be, else None with the session closed.
+def prepare(
+    model: DecodeModel,
+    kv: KvCache,
+    context: InferenceContext,
+    prompt_tokens: int,
+    mode: DecodeMode | None = None,
+) -> None:
+    """Build what a prompt of this many tokens and the decoding after it need, so that the first token need not wait.
 
-    The one place where a held plan and its capture are dropped: the capture always first, because it reads the plan's
-    buffers.
-    """
-    if session is None:
-        return None
-    geometry = kv.geometry
-    validity = session.validity_for(
-        seq, geometry.max_seq_len, geometry.num_layers, geometry.dtype, model.shape_key, kv.alloc_id
-    )
-    if validity is PlanValidity.VALID:
-        return session
-    session.capture = None
-    if validity is PlanValidity.ALLOCATION_CHANGED:
-        if session.rebind_kv(kv) is None:
-            context.stats.rebinds += 1
-            return session
-        context.stats.rebinds_refused += 1
-    session.close()
-    return None
-
-
-def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context: InferenceContext) -> DecodeSession:
-    """Build a step's graph, prepare, optimize and plan it, and make its kernels ready.
+    Each new plan runs once on no tokens, which makes the driver compile it and leaves the cache as it is.
 
     Raises:
-        VkDecodeError: a weight cannot be read, memory runs out, or a limit of the device is exceeded.
+        VkDecodeError: like `forward_with_kv_context_persistent`.
 
     """
-    step = model.build_step(options, kv.geometry)
-
-    def bind(graph: Graph, constants: Sequence[NodeId]) -> StorageCache:
-        return StorageCache({node: _constant_storage(model, graph, node, kv) for node in constants})
-
-    per_segment = 0 if options.seq == 1 else _PREFILL_DISPATCHES
-    prebuilt, cache = context.prebuild_optimized_as_with_env(step.graph, step.logits, step.effects, bind, per_segment)
-    geometry = kv.geometry
-    if options.seq == 1:
-        context.stats.plans_built += 1
-    else:
-        context.stats.prefill_plans_built += 1
-    return DecodeSession(
-        model.device,
-        step,
-        prebuilt,
-        cache,
-        geometry.max_seq_len,
-        geometry.num_layers,
-        geometry.dtype,
-        model.shape_key,
-        kv,
-    )
+    mode = mode or DecodeMode()
+    if mode.rung == "rebuild":
+        return
+    _check_fits(model, prompt_tokens, kv, context)
+    with model.device.lock:
+        chunks = [*_chunks(model, prompt_tokens, mode, "last", context.held), *_chunks(model, 1, mode, "last")]
+        for options in dict.fromkeys(chunk.options for chunk in chunks):
+            session = held_session(model, options, kv, context)
+            try:
+                if mode.rung == "captured" and _capture(session, context.stats):
+                    _run_empty(model, session, kv.cached_len)
+            except BaseException:
+                session.close()
+                raise
+            put_session(context, options, session)
 
 
 def step_data(model: DecodeModel, session: DecodeSession, ids: NDArray[np.uint32], cached_len: int) -> DecodeTokenData:
@@ -187,34 +154,31 @@ def step_data(model: DecodeModel, session: DecodeSession, ids: NDArray[np.uint32
 def _run_step(
     model: DecodeModel,
     ids: NDArray[np.uint32],
-    seq: int,
-    wanted: str,
+    options: StepOptions,
     kv: KvCache,
     context: InferenceContext,
-    mode: DecodeMode,
+    rung: str,
 ) -> NDArray[np.float32]:
-    kv_offset = mode.kv_offset or model.default_kv_offset
-    arm = mode.arm or ("bounded" if kv_offset == "device" else "masked")
-    options = StepOptions(seq, wanted, kv_offset, arm)
-    if mode.rung == "rebuild":
+    if rung == "rebuild":
         session = build_session(model, options, kv, context)
         try:
             return _realize(model, session, ids, kv, context, captured=False)
         finally:
             session.close()
-    session = _take(context, options)
+    session = held_session(model, options, kv, context)
     try:
-        session = invalidate_decode_pair_if_stale(session, model, seq, kv, context)
-        if session is None:
-            session = build_session(model, options, kv, context)
-        result = _realize(model, session, ids, kv, context, captured=mode.rung == "captured")
+        result = _realize(model, session, ids, kv, context, captured=rung == "captured")
     except BaseException:
         # A plan whose step failed halfway is not trusted with another one.
-        if session is not None:
-            session.close()
+        session.close()
         raise
-    _put(context, options, session)
+    put_session(context, options, session)
     return result
+
+
+def _run_empty(model: DecodeModel, session: DecodeSession, cached_len: int) -> None:
+    if session.capture is not None and not session.capture.has_run:
+        session.capture.run_empty(model.device, step_data(model, session, np.zeros(0, np.uint32), cached_len))
 
 
 def _realize(
@@ -228,13 +192,7 @@ def _realize(
     data = step_data(model, session, ids, kv.cached_len)
     env = session.per_token_sym_env(kv.cached_len, ids.size)
     stats = context.stats
-    if captured and session.capture is None:
-        try:
-            session.capture = CapturedDecodeSession.capture(session)
-            _count_recording(stats, session.seq)
-        except CaptureRefusedError:
-            captured = False
-    if captured and session.capture is not None:
+    if captured and _capture(session, stats) and session.capture is not None:
         result = session.capture.replay_token(model.device, data, env)
         if session.seq == 1:
             stats.tokens_replayed += 1
@@ -246,43 +204,53 @@ def _realize(
     return session.realize_token(model.device, data, env)
 
 
-def _count_recording(stats: Any, seq: int) -> None:
+def _capture(session: DecodeSession, stats: Stats) -> bool:
+    """Whether the session has a capture, made now if it can have one."""
+    if session.capture is None:
+        try:
+            session.capture = CapturedDecodeSession.capture(session)
+        except CaptureRefusedError:
+            return False
+        _count_recording(stats, session.seq)
+    return True
+
+
+def _count_recording(stats: Stats, seq: int) -> None:
     if seq == 1:
         stats.recordings_made += 1
     else:
         stats.prefill_recordings_made += 1
 
 
-def _take(context: InferenceContext, options: StepOptions) -> DecodeSession | None:
-    """The held session for these options, out of the context while it runs."""
-    if options.seq > 1:
-        held: Any = context.held.pop(options, None)
-        return held if isinstance(held, DecodeSession) else None
-    session = context.take_decode_session()
-    if not isinstance(session, DecodeSession):
-        return None
-    offset = "device" if session.offset_node is not None else "symenv"
-    arm = "masked" if session.mask_node is not None else "bounded"
-    if (offset, arm) == (options.kv_offset, options.arm):
-        return session
-    session.close()
-    return None
+@dataclass(frozen=True)
+class _Chunk:
+    """One step of a request: which plan, and the range of the request's tokens that it takes."""
+
+    options: StepOptions
+    start: int
+    end: int
 
 
-def _put(context: InferenceContext, options: StepOptions, session: DecodeSession) -> None:
-    if options.seq > 1:
-        context.held[options] = session
-    else:
-        context.put_decode_session(session)
-
-
-def _chunk(remaining: int, logits: str) -> tuple[int, int]:
-    """Room and number of tokens of the next chunk: the smallest size that holds all, else the largest."""
-    if remaining == 1:
-        return 1, 1
+def _chunks(
+    model: DecodeModel, tokens: int, mode: DecodeMode, logits: str, held: Collection[object] = ()
+) -> Iterator[_Chunk]:
+    """Cut a request into steps. A held plan with room to spare is preferred to building a smaller one."""
+    kv_offset = mode.kv_offset or model.default_kv_offset
+    arm = mode.arm or ("bounded" if kv_offset == "device" else "masked")
     sizes = (_ALL_LOGITS_CHUNK,) if logits == "all" else CHUNK_SIZES
-    size = next((one for one in sizes if one >= remaining), sizes[-1])
-    return size, min(size, remaining)
+    start = 0
+    while start < tokens:
+        remaining = tokens - start
+        if remaining == 1:
+            yield _Chunk(StepOptions(1, "last", kv_offset, arm), start, tokens)
+            return
+        wanted = logits if logits == "all" or remaining <= sizes[-1] else "none"
+        fitting = [StepOptions(size, wanted, kv_offset, arm) for size in sizes if size >= remaining]
+        fitting = fitting or [StepOptions(sizes[-1], wanted, kv_offset, arm)]
+        options = next((one for one in fitting if one in held), fitting[0])
+        end = min(start + options.seq, tokens)
+        yield _Chunk(options, start, end)
+        start = end
 
 
 def _check_fits(model: DecodeModel, tokens: int, kv: KvCache, context: InferenceContext) -> None:
@@ -298,17 +266,3 @@ def _check_fits(model: DecodeModel, tokens: int, kv: KvCache, context: Inference
             f"{tokens} tokens after {kv.cached_len} cached ones exceed the context of {kv.max_seq_len}; "
             "nothing was computed"
         )
-
-
-def _constant_storage(model: DecodeModel, graph: Graph, node_id: NodeId, kv: KvCache) -> Storage:
-    node = graph.node(node_id)
-    if node.op is Op.WEIGHT:
-        return model.weight_store.get(graph.attrs(node_id, WeightSpec))
-    if node.op is Op.KV:
-        slot = graph.attrs(node_id, KvAttrs)
-        storage = kv.rebind_slot(slot.layer, slot.which)
-        if storage is None:
-            raise InvalidInputError(f"the KV cache has no layer {slot.layer}")
-        return storage
-    size = int(np.prod(node.shape)) * node.dtype.itemsize
-    return model.device.allocate(size, node.dtype, StorageKind.STAGED)

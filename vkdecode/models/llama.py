@@ -6,6 +6,7 @@ al. 2023.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +84,11 @@ def rope(config: Mapping[str, Any], c: LlamaConfig) -> Rope:
 
 
 def check_tensors(c: LlamaConfig, tensors: TensorTable) -> None:
-    """Refuse tensors that the config says are not there: ignoring them would change the result."""
+    """Refuse what the config says is not there: ignoring it would change the result."""
+    layers = {int(name.split(".")[2]) for name in tensors.names() if re.match(r"model\.layers\.\d+\.", name)}
+    if max(layers, default=-1) + 1 != c.num_hidden_layers:
+        found = max(layers, default=-1) + 1
+        raise ConfigError(f"num_hidden_layers is {c.num_hidden_layers}, but the file has tensors of {found} layers")
     for name in tensors.names():
         if name.endswith("_proj.bias"):
             allowed = c.attention_bias if ".self_attn." in name else c.mlp_bias

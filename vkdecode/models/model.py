@@ -22,6 +22,7 @@ from vkdecode.decode import (
     forward_with_kv_context_persistent,
     make_shape_key,
     new_model_instance_id,
+    prepare,
 )
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device, Lanes, choose_device
@@ -101,7 +102,8 @@ class Model:
 
     def rope_cos_sin(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines [positions, head_dim / 2]; pairs that are not turned get 1 and 0."""
-        return self._rope.cos_sin(positions, self.config.head_dim // 2)
+        cos, sin = self._rope.cos_sin(positions, self.config.head_dim // 2)
+        return cos, sin
 
     def new_kv_cache(self, max_seq_len: int, dtype: str = "f32") -> KvCache:
         """An empty KV cache on the model's device.
@@ -147,8 +149,12 @@ class Model:
         mode: DecodeMode | None = None,
         logits: str = "last",
     ) -> NDArray[np.float32]:
-        """The same as `forward`, through the plans that the context holds; see the function of this name in `decode`."""
+        """The same as `forward`, through the plans that the context holds; see `vkdecode.decode`."""
         return forward_with_kv_context_persistent(self, token_ids, kv, context, mode, logits)
+
+    def prepare(self, kv: KvCache, context: InferenceContext, prompt_tokens: int) -> None:
+        """Build the plans for a prompt of this many tokens and for decoding, so that the first token need not wait."""
+        prepare(self, kv, context, prompt_tokens)
 
     def check_open(self) -> None:
         """Raise `ClosedError` where the model or its device was closed."""
