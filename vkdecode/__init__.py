@@ -27,6 +27,7 @@ from vkdecode.errors import (
     TopologyChanged,
     UnsupportedModelError,
     VkDecodeError,
+    VkDecodeWarning,
 )
 from vkdecode.generate import generate, stream
 from vkdecode.sampling import SamplingParams
@@ -110,6 +111,7 @@ __all__ = [
     "TopologyChanged",
     "UnsupportedModelError",
     "VkDecodeError",
+    "VkDecodeWarning",
     "generate",
     "list_devices",
     "load",

@@ -7,6 +7,10 @@ and what to do about it.
 from __future__ import annotations
 
 
+class VkDecodeWarning(UserWarning):
+    """Something worth knowing that is no error, such as a device that had to be chosen for want of a better one."""
+
+
 class VkDecodeError(Exception):
     """Base of every error that the package raises on purpose."""
 

@@ -189,7 +189,7 @@ def test_a_model_that_cannot_chat_is_refused() -> None:
         start(FakeModel(tokenizer=FakeTokenizer(chat_template=None)))
     model = FakeModel()
     model.tokenizer = None
-    with pytest.raises(TokenizerError, match="tokenizer.json is missing.*cannot chat"):
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is missing.*cannot chat"):
         start(model)
 
 

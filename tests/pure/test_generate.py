@@ -186,7 +186,7 @@ def test_a_model_without_a_tokenizer_takes_and_gives_token_ids() -> None:
     model.tokenizer = None
     result = generate(model, [1], max_tokens=5)
     assert (result.text, result.token_ids) == ("", [*b"abc", END, END])  # no end token is known
-    with pytest.raises(TokenizerError, match="tokenizer.json is missing.*token ids"):
+    with pytest.raises(TokenizerError, match=r"tokenizer.json is missing.*token ids"):
         generate(model, "text")
     with pytest.raises(InvalidInputError, match="without a tokenizer"):
         generate(model, [1], stop="x")

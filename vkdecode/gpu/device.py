@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import threading
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vkdecode.errors import ClosedError, DeviceError, InvalidInputError, OutOfDeviceMemoryError
+from vkdecode.errors import ClosedError, DeviceError, InvalidInputError, OutOfDeviceMemoryError, VkDecodeWarning
 from vkdecode.gpu.kompute import load_kompute
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
 from vkdecode.gpu.vulkan_info import DeviceInfo, list_devices
@@ -167,7 +167,7 @@ class Device:
 
 
 def choose_device() -> Device:
-    """Open the best device: discrete before integrated before virtual, a CPU driver last and with one line on stderr.
+    """Open the best device: discrete before integrated before virtual, a CPU driver last and with a warning.
 
     Raises:
         DeviceError: there is none.
@@ -180,5 +180,5 @@ def choose_device() -> Device:
         )
     best = min(devices, key=lambda info: (_PREFERENCE.get(info.kind, 3), info.ordinal))
     if best.kind == "cpu":
-        print(f"vkdecode: no GPU found, using the CPU driver {best.name}", file=sys.stderr)
+        warnings.warn(f"no GPU found, using the CPU driver {best.name}", VkDecodeWarning, stacklevel=2)
     return Device(best.ordinal)

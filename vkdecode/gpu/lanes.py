@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
+import warnings
 from dataclasses import dataclass
 
-from vkdecode.errors import DeviceError
+from vkdecode.errors import DeviceError, VkDecodeWarning
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import registry
 from vkdecode.gpu.recorder import Algorithm, Recording, Run, Sync
@@ -60,7 +60,9 @@ def choose_lanes(device: Device, form: str = "auto") -> Lanes:
             raise DeviceError(
                 f"device {device.info} does not run workgroups of {size} invocations as one full subgroup"
             )
-        print(f"vkdecode: subgroups of {device.info.name} fail the self-check, using shared memory", file=sys.stderr)
+        warnings.warn(
+            f"subgroups of {device.info.name} fail the self-check, using shared memory", VkDecodeWarning, stacklevel=2
+        )
     invocations = min(
         device.info.limits.max_compute_work_group_invocations, device.info.limits.max_compute_work_group_size[0], 256
     )
