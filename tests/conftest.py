@@ -1,0 +1,55 @@
+"""Devices and tiny models that the tests of all floors share; opening and loading them once keeps the suite quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from vkdecode.gpu import Device
+from vkdecode.loading import load
+from vkdecode.models import Model
+
+# Helper modules lie beside the tests of pure logic; other folders use them too.
+sys.path.insert(0, str(Path(__file__).with_name("pure")))
+
+TINY = Path(__file__).with_name("data") / "tiny"
+TinyModels = Callable[..., Model]
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[Device]:
+    """The first Vulkan device, with the kernel form that it picks itself."""
+    with Device(0) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def shared_device() -> Iterator[Device]:
+    """The same device with the kernels that assume nothing about subgroups."""
+    with Device(0, lanes="shared") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="session")
+def tiny_models() -> Iterator[TinyModels]:
+    """Tiny checkpoints by name and device, each loaded once and never changed by a test."""
+    loaded: dict[tuple[str, Device, str | None], Model] = {}
+
+    def get(name: str, device: Device, weights: str | None = None) -> Model:
+        key = (name, device, weights)
+        if key not in loaded:
+            loaded[key] = load(TINY / name, device=device, weights=weights)
+        return loaded[key]
+
+    yield get
+    for model in loaded.values():
+        model.close()
+
+
+@pytest.fixture
+def llama(tiny_models: TinyModels, device: Device) -> Model:
+    """The plainest tiny checkpoint."""
+    return tiny_models("llama", device)
