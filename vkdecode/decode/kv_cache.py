@@ -154,7 +154,7 @@ class KvCache:
         """Put other storages into a layer, under a new allocation id; their rows must be laid out as this cache's are.
 
         Raises:
-            InvalidInputError: there is no such layer, or a storage differs in element type or size.
+            InvalidInputError: there is no such layer, or a storage differs in element type or size, or serves another slot.
 
         """
         self.check_open()
@@ -164,6 +164,9 @@ class KvCache:
         for name, storage in (("K", layer.k), ("V", layer.v)):
             if storage.dtype is not held.dtype or storage.nbytes != held.nbytes:
                 raise InvalidInputError(f"layer {index} needs a {name} storage like {held!r}, not {storage!r}")
+        others = [one for at, pair in enumerate(self._layers) if at != index for one in (pair.k, pair.v)]
+        if layer.k is layer.v or any(layer.k is one or layer.v is one for one in others):
+            raise InvalidInputError(f"layer {index} needs storages of its own; one of these serves another slot")
         self._layers[index] = layer
         self._alloc_id = new_kv_alloc_id()
 

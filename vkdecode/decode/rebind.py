@@ -85,12 +85,19 @@ def check_rebind(
     for layer, pair in enumerate(kv_nodes):
         for which, node in enumerate(pair):
             offered = source.rebind_slot(layer, which)
-            if offered is None:
+            if offered is None or offered.closed:
                 return RebindRefusal(MISSING_SLOT, layer, which)
             if node not in baked:
                 return RebindRefusal(UNBAKED_SLOT, layer, which, incoming=repr(offered))
+            # The source vouches for all of its storages at once; each one is asked as well.
+            if offered.location is None:
+                return RebindRefusal(RESIDENCY_UNKNOWN, layer, which, location, None)
+            if offered.location != location:
+                return RebindRefusal(RESIDENCY_DIFFERS, layer, which, location, offered.location)
             if interchange_key(offered) != interchange_key(baked[node]):
                 return RebindRefusal(STORAGE_DIFFERS, layer, which, repr(baked[node]), repr(offered))
+            if any(offered is one for one in bound.values()):
+                return RebindRefusal(STORAGE_DIFFERS, layer, which, repr(baked[node]), "a storage of another slot")
             bound[node] = offered
     return bound
 

@@ -220,16 +220,26 @@ class DecodeSession:
         return env
 
     def validity_for(
-        self, seq: int, max_seq_len: int, n_layers: int, cache_dtype: DType, shape_key: int, alloc_id: KvAllocId
+        self, seq: int, max_seq_len: int, n_layers: int, cache_dtype: DType | str, shape_key: int, alloc_id: KvAllocId
     ) -> PlanValidity:
-        """Whether the plan fits a step with these parameters; the only list of comparisons there is."""
+        """Whether the plan fits a step with these parameters; the only list of comparisons there is.
+
+        Args:
+            seq: tokens of the step.
+            max_seq_len: rows of its cache.
+            n_layers: layers of its cache.
+            cache_dtype: element type of its cache, as `DType` or by name.
+            shape_key: its model's key.
+            alloc_id: its cache's allocation.
+
+        """
         held = (self.seq, self._max_seq_len, self._n_layers, self._cache_dtype, self._shape_key)
-        if held != (seq, max_seq_len, n_layers, cache_dtype, shape_key) or self._closed:
+        if held != (seq, max_seq_len, n_layers, DType(cache_dtype), shape_key) or self._closed:
             return PlanValidity.STALE
         return PlanValidity.VALID if alloc_id == self._alloc_id else PlanValidity.ALLOCATION_CHANGED
 
     def is_valid_for(
-        self, seq: int, max_seq_len: int, n_layers: int, cache_dtype: DType, shape_key: int, alloc_id: KvAllocId
+        self, seq: int, max_seq_len: int, n_layers: int, cache_dtype: DType | str, shape_key: int, alloc_id: KvAllocId
     ) -> bool:
         """`validity_for(...) is PlanValidity.VALID`, and nothing else."""
         return self.validity_for(seq, max_seq_len, n_layers, cache_dtype, shape_key, alloc_id) is PlanValidity.VALID

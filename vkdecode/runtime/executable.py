@@ -63,11 +63,23 @@ class Executable:
         return self._slots[self.plan.slots[node]]
 
     def rebind(self, storages: Mapping[NodeId, Storage]) -> None:
-        """Point constants at other storages and make the algorithms that bind them again; recordings become stale."""
-        self._constants.update(storages)
-        for index, dispatch in enumerate(self.plan.dispatches):
-            if any(node in storages for node in dispatch.bindings):
-                self._algorithms[index] = self._algorithm(dispatch)
+        """Point constants at other storages and make the algorithms that bind them again; recordings become stale.
+
+        Where one cannot be made, everything stays as it was.
+        """
+        before = self._constants
+        self._constants = {**before, **storages}
+        try:
+            remade = {
+                index: self._algorithm(dispatch)
+                for index, dispatch in enumerate(self.plan.dispatches)
+                if any(node in storages for node in dispatch.bindings)
+            }
+        except BaseException:
+            self._constants = before
+            raise
+        for index, algorithm in remade.items():
+            self._algorithms[index] = algorithm
 
     def record(self, env: SymEnv, include: Callable[[Dispatch], bool] = lambda _: True) -> list[Recording]:
         """Record the segments with these symbol values, leaving out dispatches for which `include` says no.
