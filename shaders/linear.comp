@@ -1,5 +1,5 @@
 #version 450
-//! variants LANES=subgroup,shared DTYPE=f32,f16,bf16 TOKENS=1,8 NORM=none,rms EPILOGUE=none,add,rope,gated
+//! variants LANES=subgroup,shared DTYPE=f32,f16,bf16 TOKENS=1,8 NORM=none,rms,layer EPILOGUE=none,add,rope,gated,gelu_tanh
 // y = epilogue(W . norm(x)) for one token (decode) or tiles of TOKENS tokens (prefill).
 //
 // Lanes lie along rows: each lane owns ROW_TILES rows, one in each of as many tiles, so that no sum crosses lanes and a pair of
@@ -8,6 +8,7 @@
 #extension GL_GOOGLE_include_directive : require
 #include "lanes.glsl"
 #include "weights.glsl"
+#include "activations.glsl"
 
 #ifdef LANES_SUBGROUP
 #define ROW_TILES 4
@@ -26,12 +27,19 @@ layout(constant_id = 8) const uint HEAD_DIM = 2;      // rope only, like the two
 layout(constant_id = 9) const uint ROTARY_DIM = 2;
 layout(constant_id = 10) const uint ROTARY_HEADS = 0; // q and k heads; the heads after them are v and pass unrotated
 layout(constant_id = 11) const uint X_CHUNK = 64;     // columns staged in shared memory at a time
+#ifdef NORM_LAYER
+layout(constant_id = 12) const uint HAS_NORM_BIAS = 0;
+#endif
 
 layout(std430, binding = 0) readonly buffer Weight { uvec4 weight[]; };
 layout(std430, binding = 1) readonly buffer X { float x[]; };
 layout(std430, binding = 2) readonly buffer Bias { float bias[]; };
 layout(std430, binding = 3) writeonly buffer Y { float y[]; };
-#ifdef NORM_RMS
+#if defined(NORM_LAYER)
+layout(std430, binding = 4) readonly buffer NormWeight { float norm_weight[]; };
+layout(std430, binding = 5) readonly buffer NormBias { float norm_bias[]; };
+#define NEXT_BINDING 6
+#elif defined(NORM_RMS)
 layout(std430, binding = 4) readonly buffer NormWeight { float norm_weight[]; };
 #define NEXT_BINDING 5
 #else
@@ -56,16 +64,43 @@ layout(std430, binding = NEXT_BINDING) readonly buffer TokenCount { uint token_c
 
 const uint CHUNKS = (COLUMNS + PACK - 1) / PACK;
 
-float load_x(uint token, uint column) {
+#ifdef NORM_LAYER
+float norm_mean[TOKENS];
+float norm_scale[TOKENS];
+#endif
+
+// x of the t-th token of this tile, normalized; RMS norm leaves its factor to the finished sums.
+float load_x(uint first_token, uint t, uint column) {
     float value = 0.0;
     if (COLUMNS % PACK == 0 || column < COLUMNS) {
-        value = x[token * COLUMNS + column];
+        value = x[(first_token + t) * COLUMNS + column];
 #ifdef NORM_RMS
         value *= norm_weight[column];
+#endif
+#ifdef NORM_LAYER
+        value = (value - norm_mean[t]) * norm_scale[t] * norm_weight[column];
+        if (HAS_NORM_BIAS != 0) value += norm_bias[column];
 #endif
     }
     return value;
 }
+
+#ifdef NORM_LAYER
+// Mean and 1 / sqrt(variance + epsilon) of a token, in two passes so that a large mean costs no accuracy; Ba et al. 2016.
+void measure(uint first_token, uint t) {
+    uint start = (first_token + t) * COLUMNS;
+    float sum = 0.0;
+    [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) sum += x[start + column];
+    float mean = lane_sum(sum) / float(COLUMNS);
+    float squares = 0.0;
+    [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) {
+        float distance = x[start + column] - mean;
+        squares = fma(distance, distance, squares);
+    }
+    norm_mean[t] = mean;
+    norm_scale[t] = inversesqrt(lane_sum(squares) / float(COLUMNS) + uintBitsToFloat(EPSILON_BITS));
+}
+#endif
 
 #ifdef NORM_RMS
 // 1 / sqrt(mean(x^2) + epsilon), applied to the finished sums; Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
@@ -95,7 +130,7 @@ void store_block(uint first_tile, uint lane, uint first_token, float sums[ROW_TI
             float b = sums[r + 1][t] + bias_b;
             uint token = first_token + t;
 #ifdef EPILOGUE_GATED
-            y[token * OUTPUTS + pair] = a / (1.0 + exp(-a)) * b;
+            y[token * OUTPUTS + pair] = silu(a) * b;
 #else
             const uint half_dim = HEAD_DIM / 2;
             uint head = pair / half_dim;
@@ -125,6 +160,9 @@ void store_block(uint first_tile, uint lane, uint first_token, float sums[ROW_TI
 #ifdef EPILOGUE_ADD
             value += residual[(first_token + t) * OUTPUTS + row];
 #endif
+#ifdef EPILOGUE_GELU_TANH
+            value = gelu_tanh(value);
+#endif
             y[(first_token + t) * OUTPUTS + row] = value;
         }
     }
@@ -142,7 +180,7 @@ void accumulate(uint first_tile, uint lane, uint first_token, inout float sums[R
         float held[TOKENS][X_REGISTERS];
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
             [[unroll]] for (uint j = 0; j < X_REGISTERS; ++j) {
-                held[t][j] = load_x(first_token + t, chunk * PACK + j * SPREAD + lane % SPREAD);
+                held[t][j] = load_x(first_token, t, chunk * PACK + j * SPREAD + lane % SPREAD);
             }
         }
         uvec4 packed[ROW_TILES];
@@ -175,7 +213,7 @@ void accumulate(uint first_tile, uint lane, uint first_token, inout float sums[R
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
             [[dont_unroll]] for (uint i = LANE; i < X_CHUNK; i += WORKGROUP) {
                 uint column = base * PACK + i;
-                staged[t * X_CHUNK + i] = column < COLUMNS ? load_x(first_token + t, column) : 0.0;
+                staged[t * X_CHUNK + i] = column < COLUMNS ? load_x(first_token, t, column) : 0.0;
             }
         }
         barrier();
@@ -223,6 +261,9 @@ void main() {
 #ifdef NORM_RMS
     float scale[TOKENS];
     [[unroll]] for (uint t = 0; t < TOKENS; ++t) scale[t] = inverse_rms(first_token + t);
+#endif
+#ifdef NORM_LAYER
+    [[unroll]] for (uint t = 0; t < TOKENS; ++t) measure(first_token, t);
 #endif
 #if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
     const uint tiles = (ROWS + TILE - 1) / TILE * 2;

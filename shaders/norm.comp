@@ -1,26 +1,42 @@
 #version 450
-//! variants LANES=subgroup,shared NORM=rms
-// y[token] = x[token] / sqrt(mean(x[token]^2) + epsilon) * weight, one token per workgroup.
-// Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
+//! variants LANES=subgroup,shared NORM=rms,layer
+// One token per workgroup, normalized: y = x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019), or
+// y = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias (Ba et al. 2016).
 #extension GL_GOOGLE_include_directive : require
 #include "lanes.glsl"
 
 layout(constant_id = 1) const uint COLUMNS = 64;
 layout(constant_id = 2) const uint EPSILON_BITS = 0;
+#ifdef NORM_LAYER
+layout(constant_id = 3) const uint HAS_NORM_BIAS = 0;
+#endif
 
 layout(std430, binding = 0) readonly buffer X { float x[]; };
 layout(std430, binding = 1) readonly buffer Weight { float weight[]; };
 layout(std430, binding = 2) writeonly buffer Y { float y[]; };
+#ifdef NORM_LAYER
+layout(std430, binding = 3) readonly buffer Bias { float bias[]; };
+#endif
 
 void main() {
     const uint start = gl_WorkGroupID.x * COLUMNS;
+    float mean = 0.0;
+#ifdef NORM_LAYER
     float sum = 0.0;
+    [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) sum += x[start + column];
+    mean = lane_sum(sum) / float(COLUMNS);
+#endif
+    float squares = 0.0;
     [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) {
-        float value = x[start + column];
-        sum = fma(value, value, sum);
+        float distance = x[start + column] - mean;
+        squares = fma(distance, distance, squares);
     }
-    float scale = inversesqrt(lane_sum(sum) / float(COLUMNS) + uintBitsToFloat(EPSILON_BITS));
+    float scale = inversesqrt(lane_sum(squares) / float(COLUMNS) + uintBitsToFloat(EPSILON_BITS));
     [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) {
-        y[start + column] = x[start + column] * scale * weight[column];
+        float value = (x[start + column] - mean) * scale * weight[column];
+#ifdef NORM_LAYER
+        if (HAS_NORM_BIAS != 0) value += bias[column];
+#endif
+        y[start + column] = value;
     }
 }

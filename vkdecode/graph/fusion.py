@@ -100,13 +100,28 @@ def fuse_residual(graph: Graph, roots: Roots) -> Roots:
     return roots
 
 
-def fuse_norm(graph: Graph, roots: Roots) -> Roots:
-    """linear(rms_norm(x)) normalizes while it reads x; each product that uses the norm does so for itself."""
+def fuse_activation(graph: Graph, roots: Roots) -> Roots:
+    """gelu_tanh(linear(x)) is applied to the finished sums."""
     users = graph.consumers(roots)
     for node_id in graph.reachable(roots):
-        if graph.node(node_id).op is not Op.RMS_NORM:
+        node = graph.node(node_id)
+        if node.op is not Op.GELU_TANH or graph.node(node.inputs[0]).op is not Op.LINEAR:
             continue
-        x, norm_weight = graph.node(node_id).inputs
+        product = node.inputs[0]
+        attrs = graph.attrs(product, LinearAttrs)
+        if len(users[product]) == 1 and attrs.epilogue == "none":
+            graph.rewrite(node_id, Op.LINEAR, graph.node(product).inputs, replace(attrs, epilogue="gelu_tanh"))
+    return roots
+
+
+def fuse_norm(graph: Graph, roots: Roots) -> Roots:
+    """linear(norm(x)) normalizes while it reads x; each product that uses the norm does so for itself."""
+    users = graph.consumers(roots)
+    for node_id in graph.reachable(roots):
+        if graph.node(node_id).op not in (Op.RMS_NORM, Op.LAYER_NORM):
+            continue
+        x, *norm_weights = graph.node(node_id).inputs
+        norm = "rms" if graph.node(node_id).op is Op.RMS_NORM else "layer"
         products = users[node_id]
         if not all(_takes_norm(graph, one, node_id) for one in products):
             continue
@@ -114,9 +129,10 @@ def fuse_norm(graph: Graph, roots: Roots) -> Roots:
             attrs = graph.attrs(product, LinearAttrs)
             head = 3 if attrs.bias else 2
             _, *rest = graph.node(product).inputs
-            inputs = [x, *rest[: head - 1], norm_weight, *rest[head - 1 :]]
+            inputs = [x, *rest[: head - 1], *norm_weights, *rest[head - 1 :]]
             epsilon = graph.attrs(node_id, NormAttrs).epsilon
-            graph.rewrite(product, Op.LINEAR, inputs, replace(attrs, norm_epsilon=epsilon))
+            fused = replace(attrs, norm_epsilon=epsilon, norm=norm, norm_bias=len(norm_weights) == 2)
+            graph.rewrite(product, Op.LINEAR, inputs, fused)
     return roots
 
 
@@ -142,7 +158,14 @@ def fuse_kv_write(graph: Graph, roots: Roots) -> Roots:
     return roots
 
 
-FUSIONS: tuple[Fusion, ...] = (fuse_gated_mlp, fuse_qkv_rope, fuse_residual, fuse_norm, fuse_kv_write)
+FUSIONS: tuple[Fusion, ...] = (
+    fuse_gated_mlp,
+    fuse_qkv_rope,
+    fuse_residual,
+    fuse_activation,
+    fuse_norm,
+    fuse_kv_write,
+)
 
 
 def _takes_norm(graph: Graph, product: NodeId, norm: NodeId) -> bool:

@@ -144,6 +144,11 @@ class Graph:
         """Root-mean-square norm of each token."""
         return self.add_node(Op.RMS_NORM, (x, weight), self.node(x).shape, NormAttrs(epsilon))
 
+    def layer_norm(self, x: NodeId, weight: NodeId, bias: NodeId | None, epsilon: float) -> NodeId:
+        """Layer norm of each token: (x - mean) / sqrt(variance + epsilon) * weight + bias; Ba et al. 2016."""
+        inputs = (x, weight) if bias is None else (x, weight, bias)
+        return self.add_node(Op.LAYER_NORM, inputs, self.node(x).shape, NormAttrs(epsilon))
+
     def linear(self, x: NodeId, weight: NodeId, bias: NodeId | None = None) -> NodeId:
         """x [tokens, columns] times weight [rows, columns] transposed, plus bias [rows]."""
         (tokens, columns), (rows, expected) = self.node(x).shape, self.node(weight).shape
@@ -167,6 +172,10 @@ class Graph:
     def silu(self, x: NodeId) -> NodeId:
         """x / (1 + exp(-x)); Elfwing et al. 2017."""
         return self.add_node(Op.SILU, (x,), self.node(x).shape)
+
+    def gelu_tanh(self, x: NodeId) -> NodeId:
+        """The tanh form of GELU, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))); Hendrycks and Gimpel 2016."""
+        return self.add_node(Op.GELU_TANH, (x,), self.node(x).shape)
 
     def last_row(self, x: NodeId, token_count: NodeId) -> NodeId:
         """The row of the last real token, [1, features]."""

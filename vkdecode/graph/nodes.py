@@ -23,11 +23,13 @@ class Op(enum.Enum):
     KV = "kv"  # constant: one K or V cache, written in place
     EMBED = "embed"
     RMS_NORM = "rms_norm"
+    LAYER_NORM = "layer_norm"
     LINEAR = "linear"
     ROPE = "rope"
     ADD = "add"
     MUL = "mul"
     SILU = "silu"
+    GELU_TANH = "gelu_tanh"
     ATTENTION = "attention"
     KV_WRITE = "kv_write"  # effect: puts rows into a KV constant
     LAST_ROW = "last_row"
@@ -101,11 +103,15 @@ class RopeAttrs:
 class LinearAttrs:
     """What is fused around a product.
 
-    Inputs: x, weight, then bias, norm weight, residual or cos and sin, as far as they are present.
+    Inputs: x, weight, then bias, norm weight and norm bias, residual or cos and sin, as far as they are present.
+    `norm` is `rms` or `layer` and counts only where `norm_epsilon` is given. `epilogue` is `none`, `add` (a residual),
+    `rope`, `gated` (SiLU of the first row of a pair times the second) or `gelu_tanh`.
     """
 
     bias: bool = False
     norm_epsilon: float | None = None
+    norm: str = "rms"
+    norm_bias: bool = False
     epilogue: str = "none"
     rope: RopeAttrs | None = None
 

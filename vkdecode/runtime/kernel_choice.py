@@ -77,6 +77,9 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     bias = rest.pop(0) if attrs.bias else x
     tokens = node.shape[0]
     token_tile = 1 if tokens == 1 else _TOKEN_TILE
+    norm = "none" if attrs.norm_epsilon is None else attrs.norm
+    if norm == "layer" and not attrs.norm_bias:
+        rest.insert(1, rest[0])  # a binding that the kernel does not read
     bindings = [weight, x, bias, node.id, *rest]
     if token_tile > 1:
         if tokens % token_tile:
@@ -87,7 +90,7 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         LANES=lanes.form,
         DTYPE=spec.dtype.value,
         TOKENS=token_tile,
-        NORM="none" if attrs.norm_epsilon is None else "rms",
+        NORM=norm,
         EPILOGUE=attrs.epilogue,
     )
     paired = attrs.epilogue in ("rope", "gated")
@@ -113,6 +116,8 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "ROTARY_HEADS": rope.rotated_heads,
         "X_CHUNK": min(chunk, -(-spec.columns // pack_width(spec.dtype)) * pack_width(spec.dtype)),
     }
+    if norm == "layer":
+        constants["HAS_NORM_BIAS"] = int(attrs.norm_bias)
     return Choice(kernel, tuple(bindings), constants, (-(-blocks // groups), tokens // token_tile, 1), {})
 
 
@@ -125,11 +130,16 @@ def _embed(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     return Choice(kernel, (weight, token_ids, node.id), constants, (-(-chunks // _WORKGROUP), node.shape[0], 1), {})
 
 
-def _rms_norm(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+def _norm(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     epsilon = graph.attrs(node.id, NormAttrs).epsilon
+    x, weight, *bias = node.inputs
     constants = {"WORKGROUP": lanes.workgroup, "COLUMNS": node.shape[1], "EPSILON_BITS": float_bits(epsilon)}
-    kernel = registry().get("norm", LANES=lanes.form, NORM="rms")
-    return Choice(kernel, (*node.inputs, node.id), constants, (node.shape[0], 1, 1), {})
+    bindings = [x, weight, node.id]
+    if node.op is Op.LAYER_NORM:
+        constants["HAS_NORM_BIAS"] = len(bias)
+        bindings += bias or [weight]  # a binding that the kernel does not read
+    kernel = registry().get("norm", LANES=lanes.form, NORM="layer" if node.op is Op.LAYER_NORM else "rms")
+    return Choice(kernel, tuple(bindings), constants, (node.shape[0], 1, 1), {})
 
 
 def _rope(graph: Graph, node: Node, lanes: Lanes) -> Choice:
@@ -235,12 +245,14 @@ def _kv_write(graph: Graph, node: Node, lanes: Lanes) -> Choice:
 _CHOICES: dict[Op, Callable[[Graph, Node, Lanes], Choice]] = {
     Op.LINEAR: _linear,
     Op.EMBED: _embed,
-    Op.RMS_NORM: _rms_norm,
+    Op.RMS_NORM: _norm,
+    Op.LAYER_NORM: _norm,
     Op.ROPE: _rope,
     Op.CONTIGUIZE: _contiguize,
     Op.ADD: _elementwise,
     Op.MUL: _elementwise,
     Op.SILU: _elementwise,
+    Op.GELU_TANH: _elementwise,
     Op.LAST_ROW: _last_row,
     Op.ATTENTION: _attention,
     Op.KV_WRITE: _kv_write,
