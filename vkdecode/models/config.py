@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vkdecode.errors import ConfigError
+from vkdecode.errors import ConfigError, UnsupportedModelError
 
 _LARGEST = 1 << 31
 
@@ -38,3 +38,39 @@ def flag(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
     if not isinstance(value, bool):
         raise ConfigError(f"{key} must be true or false, not {value!r}")
     return value
+
+
+def known(config: Mapping[str, Any], key: str, default: str, supported: Sequence[str]) -> str:
+    """A word that must be one of those supported; `default` where the key is absent.
+
+    Raises:
+        UnsupportedModelError: it is another one; ignoring it would change the result.
+
+    """
+    value = config.get(key, default)
+    if value not in supported:
+        raise UnsupportedModelError(f"{key} {value!r} is not supported; supported: {', '.join(supported)}")
+    return str(value)
+
+
+def attention_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Query heads, key-value heads and dimensions of a head.
+
+    Raises:
+        ConfigError: they contradict one another or the hidden size.
+        UnsupportedModelError: no kernel has the head's size.
+
+    """
+    hidden_size = positive_int(config, "hidden_size")
+    heads = positive_int(config, "num_attention_heads")
+    kv_heads = positive_int(config, "num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if config.get("head_dim") is None and hidden_size % heads:
+        raise ConfigError(
+            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}, and head_dim is not given"
+        )
+    head_dim = positive_int(config, "head_dim", max(hidden_size // heads, 1))
+    if head_dim % 4:
+        raise UnsupportedModelError(f"head_dim {head_dim} is not supported; it must be a multiple of 4")
+    return heads, kv_heads, head_dim

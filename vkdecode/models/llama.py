@@ -6,14 +6,13 @@ al. 2023.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from vkdecode.decode import KvGeometry, StepGraph, StepOptions
-from vkdecode.errors import ConfigError, UnsupportedModelError
-from vkdecode.models.config import flag, positive_float, positive_int
+from vkdecode.errors import ConfigError
+from vkdecode.models.config import attention_sizes, flag, known, positive_float, positive_int
 from vkdecode.models.rope import Rope, rope_from_config
 from vkdecode.models.step_builder import StepBuilder
 from vkdecode.models.tensors import TensorTable
@@ -47,24 +46,11 @@ def parse_config(config: Mapping[str, Any]) -> LlamaConfig:
         UnsupportedModelError: it asks for something that would change the result and is not supported.
 
     """
-    activation = config.get("hidden_act", "silu")
-    if activation != "silu":
-        raise UnsupportedModelError(f"hidden_act {activation!r} is not supported for llama; supported: silu")
-    hidden_size = positive_int(config, "hidden_size")
-    heads = positive_int(config, "num_attention_heads")
-    kv_heads = positive_int(config, "num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise ConfigError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if config.get("head_dim") is None and hidden_size % heads:
-        raise ConfigError(
-            f"hidden_size {hidden_size} is not a multiple of num_attention_heads {heads}, and head_dim is not given"
-        )
-    head_dim = positive_int(config, "head_dim", max(hidden_size // heads, 1))
-    if head_dim % 4:
-        raise UnsupportedModelError(f"head_dim {head_dim} is not supported; it must be a multiple of 4")
+    known(config, "hidden_act", "silu", ("silu",))
+    heads, kv_heads, head_dim = attention_sizes(config)
     return LlamaConfig(
         vocab_size=positive_int(config, "vocab_size"),
-        hidden_size=hidden_size,
+        hidden_size=positive_int(config, "hidden_size"),
         intermediate_size=positive_int(config, "intermediate_size"),
         num_hidden_layers=positive_int(config, "num_hidden_layers"),
         num_attention_heads=heads,
@@ -85,10 +71,7 @@ def rope(config: Mapping[str, Any], c: LlamaConfig) -> Rope:
 
 def check_tensors(c: LlamaConfig, tensors: TensorTable) -> None:
     """Refuse what the config says is not there: ignoring it would change the result."""
-    layers = {int(name.split(".")[2]) for name in tensors.names() if re.match(r"model\.layers\.\d+\.", name)}
-    if max(layers, default=-1) + 1 != c.num_hidden_layers:
-        found = max(layers, default=-1) + 1
-        raise ConfigError(f"num_hidden_layers is {c.num_hidden_layers}, but the file has tensors of {found} layers")
+    tensors.check_layers("model.layers.", c.num_hidden_layers)
     for name in tensors.names():
         if name.endswith("_proj.bias"):
             allowed = c.attention_bias if ".self_attn." in name else c.mlp_bias

@@ -59,6 +59,12 @@ class StepBuilder:
         size = self.graph.node(x).shape[1]
         return self.graph.rms_norm(x, self.graph.weight(self._tensors.vector(name, size)), epsilon)
 
+    def layer_norm(self, x: NodeId, name: str, epsilon: float) -> NodeId:
+        """Layer norm with `name.weight` and `name.bias`."""
+        size = self.graph.node(x).shape[1]
+        weight, bias = (self.graph.weight(self._tensors.vector(f"{name}.{part}", size)) for part in ("weight", "bias"))
+        return self.graph.layer_norm(x, weight, bias, epsilon)
+
     def linear(self, x: NodeId, name: str, rows: int, bias: bool = False) -> NodeId:
         """Product with `name.weight` [rows, features of x], plus `name.bias` where asked."""
         weight = self.graph.weight(self._tensors.matrix(f"{name}.weight", rows, self.graph.node(x).shape[1]))

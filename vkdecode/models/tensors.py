@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from vkdecode.errors import ConfigError
@@ -31,6 +32,14 @@ class TensorTable:
     def names(self) -> Sequence[str]:
         """All tensor names."""
         return list(self._infos)
+
+    def check_layers(self, prefix: str, count: int) -> None:
+        """Raise `ConfigError` where the file has other layers, named `prefix` and a number, than the config says."""
+        pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
+        numbers = {int(match[1]) for match in map(pattern.match, self._infos) if match}
+        found = max(numbers, default=-1) + 1
+        if found != count:
+            raise ConfigError(f"num_hidden_layers is {count}, but the file has tensors of {found} layers")
 
     def matrix(self, name: str, rows: int, columns: int) -> WeightSpec:
         """A [rows, columns] tensor as a constant; raises `ConfigError` where it is missing or has another shape."""

@@ -1,0 +1,95 @@
+"""Phi 1, 1.5 and 2: layer norms with bias, attention and MLP side by side, rotation of a part of each head.
+
+Li et al. 2023, "Textbooks Are All You Need II: phi-1.5 technical report".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vkdecode.decode import KvGeometry, StepGraph, StepOptions
+from vkdecode.errors import UnsupportedModelError
+from vkdecode.models.config import attention_sizes, flag, known, positive_float, positive_int
+from vkdecode.models.rope import Rope, rope_from_config
+from vkdecode.models.step_builder import StepBuilder
+from vkdecode.models.tensors import TensorTable
+
+DEFAULT_KV_OFFSET = "symenv"
+_ROTARY_FACTOR = 0.5
+
+
+@dataclass(frozen=True)
+class PhiConfig:
+    """What shapes a Phi graph; names as in Hugging Face configs."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layer_norm_eps: float
+    max_position_embeddings: int
+
+
+def parse_config(config: Mapping[str, Any]) -> PhiConfig:
+    """Read and check a config.
+
+    Raises:
+        ConfigError: a value is missing, impossible, or contradicts another.
+        UnsupportedModelError: it asks for something that would change the result and is not supported.
+
+    """
+    known(config, "hidden_act", "gelu_new", ("gelu_new",))
+    for key in ("qk_layernorm", "tie_word_embeddings"):
+        if flag(config, key):
+            raise UnsupportedModelError(f"{key} is not supported for phi")
+    hidden_size = positive_int(config, "hidden_size")
+    heads, kv_heads, head_dim = attention_sizes({**config, "head_dim": None})
+    return PhiConfig(
+        vocab_size=positive_int(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=positive_int(config, "intermediate_size", 4 * hidden_size),
+        num_hidden_layers=positive_int(config, "num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        layer_norm_eps=positive_float(config, "layer_norm_eps", 1e-5),
+        max_position_embeddings=positive_int(config, "max_position_embeddings", 2048),
+    )
+
+
+def rope(config: Mapping[str, Any], c: PhiConfig) -> Rope:
+    """The rotation of the first half of each q and k head, unless the config says another part."""
+    inner = config.get("rope_parameters")
+    given = "partial_rotary_factor" in config or (isinstance(inner, Mapping) and "partial_rotary_factor" in inner)
+    return rope_from_config(config if given else {**config, "partial_rotary_factor": _ROTARY_FACTOR}, c.head_dim)
+
+
+def check_tensors(c: PhiConfig, tensors: TensorTable) -> None:
+    """Refuse a file with other layers than the config says."""
+    tensors.check_layers("model.layers.", c.num_hidden_layers)
+
+
+def build_step(c: PhiConfig, tensors: TensorTable, rotary_dim: int, options: StepOptions, kv: KvGeometry) -> StepGraph:
+    """The graph of one step: token ids to logits, with the new rows put into the KV caches."""
+    b = StepBuilder(tensors, options, kv, rotary_dim)
+    q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+    x = b.embed("model.embed_tokens.weight", c.vocab_size, c.hidden_size)
+    for layer in range(c.num_hidden_layers):
+        name = f"model.layers.{layer}"
+        h = b.layer_norm(x, f"{name}.input_layernorm", c.layer_norm_eps)
+        q = b.rope(b.linear(h, f"{name}.self_attn.q_proj", q_size, bias=True), c.num_attention_heads)
+        k = b.rope(b.linear(h, f"{name}.self_attn.k_proj", kv_size, bias=True), c.num_key_value_heads)
+        v = b.linear(h, f"{name}.self_attn.v_proj", kv_size, bias=True)
+        a = b.attention(layer, q, k, v, c.num_attention_heads)
+        x = b.graph.add(x, b.linear(a, f"{name}.self_attn.dense", c.hidden_size, bias=True))
+        m = b.graph.gelu_tanh(b.linear(h, f"{name}.mlp.fc1", c.intermediate_size, bias=True))
+        x = b.graph.add(x, b.linear(m, f"{name}.mlp.fc2", c.hidden_size, bias=True))
+    if not b.wants_logits():
+        return b.finish(x)
+    x = b.layer_norm(b.last_row(x), "model.final_layernorm", c.layer_norm_eps)
+    return b.finish(b.linear(x, "lm_head", c.vocab_size, bias=True))
