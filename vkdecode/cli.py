@@ -202,6 +202,37 @@ def chat(
             terminal.run(input)
 
 
+@app.command()
+def bench(
+    model: ModelArgument,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Decode steps for each median.")] = 32,
+    context_len: Annotated[int, typer.Option("--context", min=1, help="Cached rows before them.")] = 64,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: DeviceOption = None,
+    weights: WeightsOption = None,
+) -> None:
+    """Measure prompt and decode speed, and what changing the KV cache costs."""
+    import json
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from vkdecode.bench import bench as measure
+
+    with closing(_load(model, device, weights)) as loaded:
+        rows = measure(loaded, tokens, context_len)
+    if as_json:
+        fields = ("group", "name", "milliseconds", "tokens_per_second")
+        print(json.dumps([{field: getattr(row, field) for field in fields} for row in rows], indent=2))
+        return
+    table = Table("", "", "ms a token", "tok/s")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(row.group, row.name, f"{row.milliseconds:.1f}", f"{row.tokens_per_second:.1f}")
+    Console().print(table)
+
+
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None) -> SamplingParams:
     from vkdecode.sampling import SamplingParams
 

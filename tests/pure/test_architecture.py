@@ -20,6 +20,7 @@ FLOORS = {
     "sampling": 6,
     "conversation": 6,
     "loading": 6,
+    "bench": 7,
     "token_loop": 6,
     "token_model": 6,
     "text": 6,

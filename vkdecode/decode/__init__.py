@@ -7,6 +7,9 @@ from vkdecode.decode.kv_cache import KvCache, KvGeometry, KvLayer
 from vkdecode.decode.rebind import KvRebindSource, RebindRefusal
 from vkdecode.decode.session import DecodeSession, DecodeTokenData, PlanValidity
 from vkdecode.decode.step import (
+    ARMS,
+    KV_OFFSETS,
+    RUNGS,
     DecodeMode,
     forward_with_kv_context_persistent,
     prepare,
@@ -15,6 +18,9 @@ from vkdecode.decode.step import (
 from vkdecode.decode.step_graph import DecodeModel, StepGraph, StepOptions
 
 __all__ = [
+    "ARMS",
+    "KV_OFFSETS",
+    "RUNGS",
     "CapturedDecodeSession",
     "DecodeMode",
     "DecodeModel",

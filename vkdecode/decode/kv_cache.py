@@ -154,7 +154,8 @@ class KvCache:
         """Put other storages into a layer, under a new allocation id; their rows must be laid out as this cache's are.
 
         Raises:
-            InvalidInputError: there is no such layer, or a storage differs in element type or size, or serves another slot.
+            InvalidInputError: there is no such layer, or a storage differs in element type or size or serves another
+                slot.
 
         """
         self.check_open()
