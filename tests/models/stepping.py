@@ -1,0 +1,46 @@
+"""Ways to run a tiny model in tests: tokens one at a time or in one call, through one context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.decode import DecodeMode, KvCache
+from vkdecode.models import Model
+from vkdecode.runtime import InferenceContext
+
+Logits = NDArray[np.float32]
+
+
+def run(
+    model: Model,
+    token_ids: Iterable[int],
+    kv: KvCache,
+    context: InferenceContext,
+    mode: DecodeMode | None = None,
+    logits: str = "last",
+) -> Logits:
+    """One call of the persistent path."""
+    return model.forward_with_kv_context_persistent([int(one) for one in token_ids], kv, context, mode, logits)
+
+
+def one_by_one(
+    model: Model, token_ids: Iterable[int], kv: KvCache, context: InferenceContext, mode: DecodeMode | None = None
+) -> Logits:
+    """Logits [tokens, vocab] of single-token steps."""
+    return np.stack([run(model, [one], kv, context, mode) for one in token_ids])
+
+
+def furthest(first: Logits, second: Logits) -> float:
+    """The largest absolute difference; shapes must be equal, and every value finite."""
+    assert first.shape == second.shape
+    assert first.dtype == np.float32
+    assert np.isfinite(first).all()
+    return float(np.abs(first - second).max())
+
+
+def token_ids(count: int, vocab_size: int, seed: int = 0) -> Sequence[int]:
+    """Arbitrary but fixed ids."""
+    return [int(one) for one in np.random.default_rng(seed).integers(0, vocab_size, count)]

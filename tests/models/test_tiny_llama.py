@@ -1,0 +1,169 @@
+"""The tiny Llama checkpoints against their references: every rung, KV-offset path, attention arm and kernel form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+
+import numpy as np
+import pytest
+from stepping import Logits, furthest, one_by_one, run
+from tiny_llama import NAMES, PATHS, golden
+
+from vkdecode.decode import DecodeMode
+from vkdecode.gpu import Device
+from vkdecode.models import Model
+from vkdecode.runtime import InferenceContext
+
+CONTRACT = 2e-3  # what the project promises
+REGRESSION = 1e-4  # what it reaches, with room for another driver's rounding
+ROUNDING = 1e-4
+F16_KV = 2e-2
+SHARED = [(name, *PATHS[0]) for name in NAMES] + [("llama", *path) for path in PATHS[1:]]
+
+TinyModels = Callable[..., Model]
+
+
+def prompt_and_decode(
+    model: Model, name: str, mode: DecodeMode, context: InferenceContext, tokens: int = 24, dtype: str = "f32"
+) -> tuple[Logits, Logits]:
+    """Logits of all prompt tokens in one call, then of the next tokens one at a time."""
+    reference = golden(name)
+    with closing(model.new_kv_cache(64, dtype)) as kv:
+        prompt = run(model, reference.input_ids, kv, context, mode, "all")
+        assert kv.cached_len == 24
+        decoded = one_by_one(model, reference.decode_ids[:tokens], kv, context, mode)
+        assert kv.cached_len == 24 + tokens
+    return prompt, decoded
+
+
+def check_reference(name: str, prompt: Logits, decoded: Logits) -> None:
+    reference = golden(name)
+    for computed, wanted in ((prompt, reference.logits), (decoded, reference.decode_logits[: len(decoded)])):
+        assert furthest(computed, wanted) <= CONTRACT
+        assert furthest(computed, wanted) <= REGRESSION
+
+
+def check_rungs(model: Model, name: str, kv_offset: str, arm: str, rebuilt: int) -> None:
+    results: dict[str, tuple[Logits, Logits]] = {}
+    for rung, tokens in (("captured", 24), ("held", 24), ("rebuild", rebuilt)):
+        with InferenceContext(model.device) as context:
+            results[rung] = prompt_and_decode(model, name, DecodeMode(rung, kv_offset, arm), context, tokens)
+        check_reference(name, *results[rung])
+    prompt, decoded = results["captured"]
+    for rung in ("held", "rebuild"):
+        assert np.array_equal(results[rung][0], prompt)
+        assert np.array_equal(results[rung][1], decoded[: len(results[rung][1])])
+
+
+@pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
+@pytest.mark.parametrize("name", NAMES)
+def test_all_rungs_give_the_reference_and_agree_to_the_bit(
+    tiny_models: TinyModels, device: Device, name: str, kv_offset: str, arm: str
+) -> None:
+    check_rungs(tiny_models(name, device), name, kv_offset, arm, rebuilt=2)
+
+
+@pytest.mark.parametrize(("name", "kv_offset", "arm"), SHARED)
+def test_so_do_the_kernels_that_assume_nothing_about_subgroups(
+    tiny_models: TinyModels, shared_device: Device, name: str, kv_offset: str, arm: str
+) -> None:
+    assert shared_device.lanes.form == "shared"
+    check_rungs(tiny_models(name, shared_device), name, kv_offset, arm, rebuilt=1)
+
+
+def test_every_token_can_be_rebuilt(tiny_models: TinyModels, device: Device) -> None:
+    check_rungs(tiny_models("llama", device), "llama", "device", "bounded", rebuilt=24)
+
+
+@pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
+def test_the_prompt_token_by_token_is_the_prompt_at_once(llama: Model, kv_offset: str, arm: str) -> None:
+    mode = DecodeMode("captured", kv_offset, arm)
+    reference = golden("llama")
+    with InferenceContext(llama.device) as context, closing(llama.new_kv_cache(24)) as kv:
+        assert furthest(one_by_one(llama, reference.input_ids, kv, context, mode), reference.logits) <= REGRESSION
+
+
+@pytest.mark.parametrize("logits", ["last", "all"])
+def test_forward_is_the_persistent_path_built_anew(llama: Model, logits: str) -> None:
+    reference = golden("llama")
+    prompt, (first, second) = list(map(int, reference.input_ids)), map(int, reference.decode_ids[:2])
+    with (
+        InferenceContext(llama.device) as context,
+        closing(llama.new_kv_cache(40)) as kv,
+        closing(llama.new_kv_cache(40)) as other,
+    ):
+        for ids in (prompt, [first], [second]):
+            plain = llama.forward(ids, kv, logits)
+            held = run(llama, ids, other, context, logits=logits)
+            assert plain.shape == ((llama.vocab_size,) if logits == "last" else (len(ids), llama.vocab_size))
+            assert np.array_equal(plain, held)
+            assert kv.cached_len == other.cached_len
+        assert context.stats.plans_built == 1
+
+
+def test_the_last_logits_are_the_last_row_of_all(tiny_models: TinyModels, device: Device) -> None:
+    for name in NAMES:
+        model, reference = tiny_models(name, device), golden(name)
+        with closing(model.new_kv_cache(24)) as kv:
+            last = model.forward(reference.input_ids, kv)
+        assert last.shape == (model.vocab_size,)
+        assert furthest(last, reference.logits[-1]) <= REGRESSION
+
+
+@pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
+@pytest.mark.parametrize("name", ["llama", "llama-bias-headdim", "llama-tied-mqa"])
+def test_without_fusions_the_result_is_the_same_within_rounding(
+    tiny_models: TinyModels, device: Device, name: str, kv_offset: str, arm: str
+) -> None:
+    model = tiny_models(name, device)
+    mode = DecodeMode("captured", kv_offset, arm)
+    with InferenceContext(device) as context:
+        fused = prompt_and_decode(model, name, mode, context, tokens=4)
+    with InferenceContext(device, fusions=()) as context:
+        plain = prompt_and_decode(model, name, mode, context, tokens=4)
+        session = context.take_decode_session()
+        assert len(session.executable.plan.dispatches) == 18 * model.config.num_hidden_layers + 3
+        session.close()
+    check_reference(name, *plain)
+    assert max(furthest(*pair) for pair in zip(plain, fused, strict=True)) <= ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("lanes", "name", "kv_offset", "arm"),
+    [
+        *(("subgroup", name, *path) for name in ("llama", "llama-tied-mqa") for path in PATHS),
+        ("shared", "llama", "device", "bounded"),
+        ("shared", "llama-tied-mqa", "symenv", "masked"),
+    ],
+)
+def test_a_cache_of_half_the_memory_stays_close(
+    tiny_models: TinyModels,
+    device: Device,
+    shared_device: Device,
+    lanes: str,
+    name: str,
+    kv_offset: str,
+    arm: str,
+) -> None:
+    reference = golden(name)
+    model = tiny_models(name, shared_device if lanes == "shared" else device)
+    with InferenceContext(model.device) as context:
+        mode = DecodeMode("captured", kv_offset, arm)
+        prompt, decoded = prompt_and_decode(model, name, mode, context, dtype="f16")
+    assert furthest(prompt, reference.logits) <= F16_KV
+    assert furthest(decoded, reference.decode_logits) <= F16_KV
+    # Rows that were rounded to 16 bits must show.
+    assert furthest(decoded, reference.decode_logits) > REGRESSION
+
+
+def test_a_cache_of_16_bits_takes_half_the_memory(llama: Model) -> None:
+    sizes = {}
+    for dtype in ("f32", "f16"):
+        before = llama.device.allocated_bytes
+        kv = llama.new_kv_cache(64, dtype)
+        sizes[dtype] = llama.device.allocated_bytes - before
+        assert kv.dtype == dtype
+        kv.close()
+        assert llama.device.allocated_bytes == before
+    assert sizes["f32"] == 2 * sizes["f16"] == 2 * 2 * 2 * 64 * 16 * 4
