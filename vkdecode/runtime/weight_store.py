@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.errors import ClosedError, ConfigError, OutOfDeviceMemoryError
+from vkdecode.errors import ClosedError, ConfigError, DeviceError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Lanes, Storage, Uploader
 from vkdecode.graph import WeightSpec
 from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, row_slots
@@ -44,11 +44,7 @@ class WeightStore:
         """
         wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._storages]
         total = sum(self.nbytes(spec) for spec in wanted)
-        if total > self.device.free_bytes:
-            raise OutOfDeviceMemoryError(
-                f"the weights take {total} bytes, device {self.device.info} has {self.device.free_bytes} free; "
-                "use a smaller model or one stored at fewer bits"
-            )
+        self._check_fits(wanted, total)
         done = 0
         source = open_weights(self._path)
         uploader = Uploader(self.device)
@@ -90,6 +86,21 @@ class WeightStore:
         """Let go of all weights; a plan that holds one keeps it alive until it is dropped."""
         self._storages.clear()
         self._closed = True
+
+    def _check_fits(self, specs: Iterable[WeightSpec], total: int) -> None:
+        device, limit = self.device, self.device.info.limits.max_storage_buffer_range_bytes
+        for spec in specs:
+            if self.nbytes(spec) > limit:
+                names = " + ".join(name or "zeros" for name in spec.names)
+                raise DeviceError(
+                    f"weight {names} takes {self.nbytes(spec)} bytes, "
+                    f"more than one storage buffer of device {device.info} may have, {limit} bytes"
+                )
+        if total > device.free_bytes:
+            raise OutOfDeviceMemoryError(
+                f"the weights take {total} bytes, device {device.info} has {device.free_bytes} free; "
+                "use a smaller model or one stored at fewer bits"
+            )
 
     def _upload(self, spec: WeightSpec, source: WeightSource, uploader: Uploader) -> Storage:
         slots = row_slots(spec, self.lanes.tile, self.lanes.block_rows)
