@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vkdecode.errors import ConfigError, UnsupportedModelError
@@ -53,11 +54,25 @@ def known(config: Mapping[str, Any], key: str, default: str, supported: Sequence
     return str(value)
 
 
-def attention_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Query heads, key-value heads and dimensions of a head.
+@dataclass(frozen=True)
+class DecoderConfig:
+    """The sizes that every decoder has; names as in Hugging Face configs."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+
+
+def decoder_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """The fields of `DecoderConfig`.
 
     Raises:
-        ConfigError: they contradict one another or the hidden size.
+        ConfigError: one is missing or impossible, or they contradict one another.
         UnsupportedModelError: no kernel has the head's size.
 
     """
@@ -73,4 +88,13 @@ def attention_sizes(config: Mapping[str, Any]) -> tuple[int, int, int]:
     head_dim = positive_int(config, "head_dim", max(hidden_size // heads, 1))
     if head_dim % 4:
         raise UnsupportedModelError(f"head_dim {head_dim} is not supported; it must be a multiple of 4")
-    return heads, kv_heads, head_dim
+    return {
+        "vocab_size": positive_int(config, "vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": positive_int(config, "intermediate_size"),
+        "num_hidden_layers": positive_int(config, "num_hidden_layers"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": positive_int(config, "max_position_embeddings", 2048),
+    }

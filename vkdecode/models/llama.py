@@ -12,7 +12,7 @@ from typing import Any
 
 from vkdecode.decode import KvGeometry, StepGraph, StepOptions
 from vkdecode.errors import ConfigError
-from vkdecode.models.config import attention_sizes, flag, known, positive_float, positive_int
+from vkdecode.models.config import DecoderConfig, decoder_sizes, flag, known, positive_float
 from vkdecode.models.rope import Rope, rope_from_config
 from vkdecode.models.step_builder import StepBuilder
 from vkdecode.models.tensors import TensorTable
@@ -21,18 +21,10 @@ DEFAULT_KV_OFFSET = "device"
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(DecoderConfig):
     """What shapes a Llama graph; names as in Hugging Face configs."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int
     tie_word_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
@@ -47,17 +39,9 @@ def parse_config(config: Mapping[str, Any]) -> LlamaConfig:
 
     """
     known(config, "hidden_act", "silu", ("silu",))
-    heads, kv_heads, head_dim = attention_sizes(config)
     return LlamaConfig(
-        vocab_size=positive_int(config, "vocab_size"),
-        hidden_size=positive_int(config, "hidden_size"),
-        intermediate_size=positive_int(config, "intermediate_size"),
-        num_hidden_layers=positive_int(config, "num_hidden_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
+        **decoder_sizes(config),
         rms_norm_eps=positive_float(config, "rms_norm_eps", 1e-6),
-        max_position_embeddings=positive_int(config, "max_position_embeddings", 2048),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
         attention_bias=flag(config, "attention_bias"),
         mlp_bias=flag(config, "mlp_bias"),

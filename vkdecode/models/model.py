@@ -27,6 +27,7 @@ from vkdecode.decode import (
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device, Lanes, choose_device
 from vkdecode.graph import FUSIONS, Op, WeightSpec, optimize_graph
+from vkdecode.models.config import DecoderConfig
 from vkdecode.models.registry import architecture_of
 from vkdecode.models.tensors import HELD_DTYPES, TensorTable
 from vkdecode.runtime import InferenceContext, WeightStore
@@ -47,7 +48,7 @@ class Model:
     ) -> None:
         model_type, self._architecture = architecture_of(source.config)
         self.path: Path = source.path
-        self.config: Any = self._architecture.parse_config(source.config)
+        self.config: DecoderConfig = self._architecture.parse_config(source.config)
         self._rope = self._architecture.rope(source.config, self.config)
         self._tensors = TensorTable(source, dtype)
         self._architecture.check_tensors(self.config, self._tensors)

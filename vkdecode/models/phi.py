@@ -11,7 +11,7 @@ from typing import Any
 
 from vkdecode.decode import KvGeometry, StepGraph, StepOptions
 from vkdecode.errors import UnsupportedModelError
-from vkdecode.models.config import attention_sizes, flag, known, positive_float, positive_int
+from vkdecode.models.config import DecoderConfig, decoder_sizes, flag, known, positive_float, positive_int
 from vkdecode.models.rope import Rope, rope_from_config
 from vkdecode.models.step_builder import StepBuilder
 from vkdecode.models.tensors import TensorTable
@@ -21,18 +21,10 @@ _ROTARY_FACTOR = 0.5
 
 
 @dataclass(frozen=True)
-class PhiConfig:
+class PhiConfig(DecoderConfig):
     """What shapes a Phi graph; names as in Hugging Face configs."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     layer_norm_eps: float
-    max_position_embeddings: int
 
 
 def parse_config(config: Mapping[str, Any]) -> PhiConfig:
@@ -47,19 +39,9 @@ def parse_config(config: Mapping[str, Any]) -> PhiConfig:
     for key in ("qk_layernorm", "tie_word_embeddings"):
         if flag(config, key):
             raise UnsupportedModelError(f"{key} is not supported for phi")
-    hidden_size = positive_int(config, "hidden_size")
-    heads, kv_heads, head_dim = attention_sizes({**config, "head_dim": None})
-    return PhiConfig(
-        vocab_size=positive_int(config, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=positive_int(config, "intermediate_size", 4 * hidden_size),
-        num_hidden_layers=positive_int(config, "num_hidden_layers"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        layer_norm_eps=positive_float(config, "layer_norm_eps", 1e-5),
-        max_position_embeddings=positive_int(config, "max_position_embeddings", 2048),
-    )
+    # Phi has no head_dim of its own; a config that gives one anyway does not change the model.
+    sizes = decoder_sizes({"intermediate_size": 4 * positive_int(config, "hidden_size"), **config, "head_dim": None})
+    return PhiConfig(**sizes, layer_norm_eps=positive_float(config, "layer_norm_eps", 1e-5))
 
 
 def rope(config: Mapping[str, Any], c: PhiConfig) -> Rope:
