@@ -107,6 +107,10 @@ class KvCache:
         device = self._device()
         return self._closed or device is None or device.closed
 
+    def is_on(self, device: Device) -> bool:
+        """Whether the cache was made on this opening of a device."""
+        return self._device() is device
+
     @property
     def device_location(self) -> DeviceLocation | None:
         """Where all of its storages are proven to live, or None where that is not proven for each of them."""

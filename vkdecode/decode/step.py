@@ -258,6 +258,10 @@ def _check_fits(model: DecodeModel, tokens: int, kv: KvCache, context: Inference
     kv.check_open()
     if context.device is not model.device:
         raise InvalidInputError(f"the context is on {context.device!r}, the model on {model.device!r}")
+    if not kv.is_on(model.device):
+        raise InvalidInputError(
+            f"the KV cache was made on {kv.device_location}, the model is on {model.device!r}; use model.new_kv_cache()"
+        )
     expected = model.kv_geometry(kv.max_seq_len, kv.dtype)
     if kv.geometry != expected:
         raise InvalidInputError(f"the KV cache has {kv.geometry}, the model needs {expected}; use model.new_kv_cache()")

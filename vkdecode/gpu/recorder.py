@@ -108,10 +108,8 @@ def check_dispatch(
     for binding, storage in zip(kernel.bindings, storages, strict=True):
         if storage.closed:
             raise ClosedError(f"kernel '{kernel.key}': the storage for '{binding.name}' was closed")
-        if storage.location is not None and storage.location != device.location:
-            raise DeviceError(
-                f"kernel '{kernel.key}': '{binding.name}' lives on {storage.location}, not on {device.location}"
-            )
+        if storage.device is not None and storage.device is not device:
+            raise DeviceError(f"kernel '{kernel.key}': '{binding.name}' lives on {storage.device!r}, not on {device!r}")
         _within(device, "maxStorageBufferRange", storage.nbytes, limits.max_storage_buffer_range_bytes)
     _within(device, "maxPerStageDescriptorStorageBuffers", len(storages), limits.max_storage_buffers_per_stage)
     _within(device, "maxPushConstantsSize", 4 * len(kernel.push), limits.max_push_constants_bytes)

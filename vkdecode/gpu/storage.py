@@ -82,6 +82,11 @@ class Storage:
         )
 
     @property
+    def device(self) -> Device | None:
+        """The opened device that it was allocated on, or None for a tensor that was handed in from outside."""
+        return self._device
+
+    @property
     def location(self) -> DeviceLocation | None:
         """Device and ordinal, where that is proven."""
         return self._device.location if self._device is not None else None
