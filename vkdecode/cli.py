@@ -37,14 +37,16 @@ app = typer.Typer(
 
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model folder or a .gguf file.")]
 DeviceOption = Annotated[
-    int | None,
+    str | None,
     typer.Option(
-        "--device", "-d", min=0, help="Ordinal as in `vkdecode devices`. [default: the best GPU, else the CPU]"
+        "--device",
+        "-d",
+        help="Ordinal, kind, or part of the name, as in `vkdecode devices`. [default: VKDECODE_DEVICE, the best GPU]",
     ),
 ]
 WeightsOption = Annotated[
     str | None,
-    typer.Option("--weights", help="Keep weights as f32, f16, bf16, q8_0 or q4_0. [default: as they are stored]"),
+    typer.Option("--weights", help="Hold weights as f32, f16 or bf16. [default: as they are stored]"),
 ]
 MaxSeqLenOption = Annotated[
     int | None, typer.Option("--max-seq-len", min=1, help="Positions of the KV cache, for prompt and answer together.")
@@ -250,7 +252,7 @@ def _token_ids(text: str) -> list[int]:
         raise InvalidInputError(f"--token-ids {text!r:.60} is not a list of whole numbers such as 1,2,3") from None
 
 
-def _load(path: str, device: int | None, weights: str | None) -> Model:
+def _load(path: str, device: str | None, weights: str | None) -> Model:
     from vkdecode.loading import load
 
     with _progress() as progress:

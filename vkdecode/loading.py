@@ -14,7 +14,7 @@ from vkdecode.weights import open_weights
 
 def load(
     path: str | Path,
-    device: Device | int | None = None,
+    device: Device | int | str | None = None,
     weights: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
@@ -22,8 +22,8 @@ def load(
 
     Args:
         path: the folder or file.
-        device: an open `Device`, an ordinal of `list_devices()`, or None for the best GPU, else the CPU driver with a
-            warning.
+        device: an open `Device`, an ordinal of `list_devices()`, a kind (`discrete`, `integrated`, `cpu`), a name or a
+            part of it; None for what VKDECODE_DEVICE says, else the best GPU, else the CPU driver with a warning.
         weights: `f32`, `f16` or `bf16` to hold matrices so; None holds them as the file does (quantized blocks as f16).
         progress: called with bytes uploaded and bytes in all.
 

@@ -1,6 +1,7 @@
 """Vulkan devices, storages, kernels and recordings; the only package that touches Kompute."""
 
-from vkdecode.gpu.device import Device, choose_device
+from vkdecode.gpu.choice import best_device, find_device, open_device
+from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
 from vkdecode.gpu.lanes import Lanes, choose_lanes
 from vkdecode.gpu.recorder import Algorithm, Recording, Run, Step, Sync, Upload
@@ -26,9 +27,11 @@ __all__ = [
     "Sync",
     "Upload",
     "Uploader",
-    "choose_device",
+    "best_device",
     "choose_lanes",
+    "find_device",
     "list_devices",
+    "open_device",
     "read_words",
     "registry",
 ]

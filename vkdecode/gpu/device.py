@@ -1,14 +1,13 @@
-"""Opening a device, choosing one, and allocating on it."""
+"""Opening a device, and allocating on it."""
 
 from __future__ import annotations
 
 import threading
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vkdecode.errors import ClosedError, DeviceError, InvalidInputError, OutOfDeviceMemoryError, VkDecodeWarning
+from vkdecode.errors import ClosedError, DeviceError, InvalidInputError, OutOfDeviceMemoryError
 from vkdecode.gpu.kompute import load_kompute
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
 from vkdecode.gpu.vulkan_info import DeviceInfo, list_devices
@@ -17,7 +16,6 @@ from vkdecode.weights.dtypes import DType
 if TYPE_CHECKING:
     from vkdecode.gpu.lanes import Lanes
 
-_PREFERENCE = {"discrete": 0, "integrated": 1, "virtual": 2, "other": 3, "cpu": 4}
 _KOMPUTE_SIZE_LIMIT = 1 << 32
 
 
@@ -164,21 +162,3 @@ class Device:
 
     def __repr__(self) -> str:
         return f"Device({self.info}{', closed' if self.closed else ''})"
-
-
-def choose_device() -> Device:
-    """Open the best device: discrete before integrated before virtual, a CPU driver last and with a warning.
-
-    Raises:
-        DeviceError: there is none.
-
-    """
-    devices = list_devices()
-    if not devices:
-        raise DeviceError(
-            "no Vulkan device on this machine; install a driver (on Debian without a GPU: mesa-vulkan-drivers)"
-        )
-    best = min(devices, key=lambda info: (_PREFERENCE.get(info.kind, 3), info.ordinal))
-    if best.kind == "cpu":
-        warnings.warn(f"no GPU found, using the CPU driver {best.name}", VkDecodeWarning, stacklevel=2)
-    return Device(best.ordinal)

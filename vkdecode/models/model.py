@@ -25,7 +25,7 @@ from vkdecode.decode import (
     prepare,
 )
 from vkdecode.errors import ClosedError, InvalidInputError
-from vkdecode.gpu import Device, Lanes, choose_device
+from vkdecode.gpu import Device, Lanes, open_device
 from vkdecode.graph import FUSIONS, Op, WeightSpec, optimize_graph
 from vkdecode.models.config import DecoderConfig
 from vkdecode.models.registry import architecture_of
@@ -182,7 +182,7 @@ class Model:
 
 def load_model(
     source: WeightSource,
-    device: Device | int | None = None,
+    device: Device | int | str | None = None,
     weights: str | None = None,
     progress: Progress | None = None,
 ) -> Model:
@@ -190,7 +190,7 @@ def load_model(
 
     Args:
         source: the file; it may be closed afterwards.
-        device: an open device, an ordinal, or None for the best one.
+        device: an open device, or what `open_device` takes.
         weights: `f32`, `f16` or `bf16` to hold matrices so; None for what the file has.
         progress: called with bytes uploaded and bytes in all.
 
@@ -202,7 +202,7 @@ def load_model(
     if weights is not None and weights not in held:
         raise InvalidInputError(f"weights must be one of {sorted(held)} or None, not {weights!r}")
     architecture_of(source.config)
-    opened = device if isinstance(device, Device) else choose_device() if device is None else Device(device)
+    opened = device if isinstance(device, Device) else open_device(device)
     try:
         model = Model(source, opened, held[weights] if weights else None, progress)
     except BaseException:
