@@ -312,4 +312,5 @@ class DecodeSession:
         if not self._closed:
             self._closed = True
             self.capture = None
+            self._base_cache = StorageCache()
             self._prebuilt.executable.close()

@@ -110,10 +110,12 @@ class Executable:
         return np.array(self.storage(node).data, np.float32)
 
     def close(self) -> None:
-        """Give the activations back."""
+        """Give the activations back and let go of the constants."""
         self._algorithms.clear()
+        self._constants = {}
         for storage in self._slots:
             storage.close()
+        self._slots.clear()
 
     def _run(self, index: int, env: SymEnv) -> Run:
         push = {name: env.resolve(value) for name, value in self.plan.dispatches[index].push.items()}
