@@ -1,0 +1,76 @@
+"""Decode, prefill, upload and read-back under the Khronos validation layer with synchronization validation: no message.
+
+The controls leave one ordering step out and must be reported, so a layer that is missing or blind fails the test.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_llama import PATHS, TINY, planned
+
+SCRIPT = Path(__file__).with_name("work_under_validation.py")
+SETTINGS = {
+    "debug_action": "VK_DBG_LAYER_ACTION_LOG_MSG",
+    "report_flags": "error,warn",
+    "log_filename": "stdout",
+    "enables": "VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT",
+    # Without these two, newer layers say nothing about what shaders access; older ones do not know them.
+    "validate_sync": "true",
+    "syncval_shader_accesses_heuristic": "true",
+}
+
+
+def under_validation(folder: Path, lanes: str, what: str) -> list[str]:
+    """Lines of the script's output: its own and the layer's."""
+    lines = [f"khronos_validation.{name} = {value}\n" for name, value in SETTINGS.items()]
+    (folder / "vk_layer_settings.txt").write_text("".join(lines), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "VK_INSTANCE_LAYERS": "VK_LAYER_KHRONOS_validation",
+        "VK_LAYER_SETTINGS_PATH": str(folder),
+    }
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), lanes, str(TINY / "llama"), what],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stderr == ""
+    output = done.stdout.splitlines()
+    assert output[-1] == "done"
+    return output
+
+
+@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
+def test_nothing_that_is_recorded_draws_a_message(tmp_path: Path, lanes: str) -> None:
+    rungs = ("captured", "held", "rebuild")
+    ran = [f"ran {lanes} {kv_offset} {arm} {rung}" for kv_offset, arm in PATHS for rung in rungs]
+    assert under_validation(tmp_path, lanes, "whole") == [*ran, "ran without fusions", "done"]
+
+
+# One behind the embedding and one behind each of a layer's five dispatches; the one behind the head is its read-back.
+SYNCS = 1 + 5 * 2
+
+
+def test_the_controls_leave_out_every_step_that_orders_two_dispatches() -> None:
+    _, _, plan = planned("llama")
+    (steps,) = plan.order
+    assert [step.kind for step in steps].count("sync") == SYNCS + 1
+    assert steps[-1].kind == "sync"
+
+
+@pytest.mark.parametrize("number", range(SYNCS))
+def test_an_ordering_step_left_out_is_reported(tmp_path: Path, number: int) -> None:
+    output = under_validation(tmp_path, "subgroup", str(number))
+    assert any("SYNC-HAZARD-READ-AFTER-WRITE" in line for line in output)
+
+
+def test_the_layer_sees_the_shared_form_too(tmp_path: Path) -> None:
+    assert any("SYNC-HAZARD" in line for line in under_validation(tmp_path, "shared", "2"))

@@ -1,0 +1,74 @@
+"""Everything that records a sequence, run once for a kernel form; started by the test under the validation layer.
+
+Arguments: the kernel form, a tiny checkpoint's folder, and `whole` or the number of the ordering step to leave out of
+each decode recording. Prints what it ran.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+import vkdecode.runtime.executable as executable_module
+from vkdecode.decode import DecodeMode, KvCache
+from vkdecode.gpu import Device, Recording, Step, Sync, read_words
+from vkdecode.loading import load
+from vkdecode.models import Model
+from vkdecode.runtime import InferenceContext
+
+PATHS = (("device", "bounded"), ("device", "masked"), ("symenv", "masked"), ("symenv", "bounded"))
+
+
+def leave_out(number: int) -> None:
+    """Make every recording of a plan without its sync of this number."""
+
+    class Incomplete(Recording):
+        def __init__(self, device: Device, steps: Sequence[Step]) -> None:
+            syncs = [at for at, step in enumerate(steps) if isinstance(step, Sync)]
+            super().__init__(device, [step for at, step in enumerate(steps) if at != syncs[number]])
+
+    vars(executable_module)["Recording"] = Incomplete
+
+
+def work(lanes: str, folder: Path, only_decode: bool) -> None:
+    with np.load(folder / "expected.npz") as arrays:
+        prompt, decode = arrays["input_ids"].tolist(), arrays["decode_ids"].tolist()
+    with Device(0, lanes=lanes) as device, load(folder, device=device) as model:
+        for kv_offset, arm in PATHS[:1] if only_decode else PATHS:
+            for rung in ("captured",) if only_decode else ("captured", "held", "rebuild"):
+                mode = DecodeMode(rung, kv_offset, arm)
+                with InferenceContext(device) as context, closing(model.new_kv_cache(64)) as kv:
+                    if not only_decode:
+                        run(model, prompt, kv, context, mode)
+                        run(model, prompt[:17], kv, context, mode, "all")
+                    for token in decode[:3]:
+                        run(model, [token], kv, context, mode)
+                    if not only_decode:
+                        kv.clear()
+                        run(model, prompt[:2], kv, context, mode)
+                        run(model, prompt[2:3], kv, context, mode)
+                        read_words(device, kv.layers[0].k)
+                print(f"ran {device.lanes.form} {kv_offset} {arm} {rung}")
+        if not only_decode:
+            with InferenceContext(device, fusions=()) as context, closing(model.new_kv_cache(64, "f16")) as kv:
+                run(model, prompt, kv, context, DecodeMode())
+                run(model, decode[:1], kv, context, DecodeMode())
+            print("ran without fusions")
+
+
+def run(
+    model: Model, token_ids: list[int], kv: KvCache, context: InferenceContext, mode: DecodeMode, logits: str = "last"
+) -> None:
+    model.forward_with_kv_context_persistent(token_ids, kv, context, mode, logits)
+
+
+if __name__ == "__main__":
+    form, where, what = sys.argv[1:]
+    if what != "whole":
+        leave_out(int(what))
+    work(form, Path(where), only_decode=what != "whole")
+    print("done")
