@@ -69,12 +69,23 @@ def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context
 
     """
     step = model.build_step(options, kv.geometry)
+    cache = StorageCache()
 
     def bind(graph: Graph, constants: Sequence[NodeId]) -> StorageCache:
-        return StorageCache({node: _constant_storage(model, graph, node, kv) for node in constants})
+        for node in constants:
+            cache[node] = _constant_storage(model, graph, node, kv)
+        return cache
 
     per_segment = 0 if options.seq == 1 else _PREFILL_DISPATCHES
-    prebuilt, cache = context.prebuild_optimized_as_with_env(step.graph, step.logits, step.effects, bind, per_segment)
+    try:
+        prebuilt, cache = context.prebuild_optimized_as_with_env(
+            step.graph, step.logits, step.effects, bind, per_segment
+        )
+    except BaseException:
+        for node in cache:
+            if step.graph.node(node).op is Op.DATA:
+                cache[node].close()
+        raise
     geometry = kv.geometry
     if options.seq == 1:
         context.stats.plans_built += 1

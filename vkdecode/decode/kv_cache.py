@@ -140,8 +140,8 @@ class KvCache:
 
         """
         self.check_open()
-        if not 0 <= length <= self._cached_len:
-            raise InvalidInputError(f"cannot truncate to {length} rows: the cache holds {self._cached_len}")
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= self._cached_len:
+            raise InvalidInputError(f"cannot truncate to {length!r} rows: the cache holds {self._cached_len}")
         self._cached_len = length
 
     def advance(self, tokens: int) -> None:
@@ -160,6 +160,7 @@ class KvCache:
         Raises:
             InvalidInputError: there is no such layer, or a storage differs in element type or size or serves another
                 slot.
+            ClosedError: the cache or a storage was closed.
 
         """
         self.check_open()
@@ -167,6 +168,8 @@ class KvCache:
             raise InvalidInputError(f"there is no layer {index}; the cache has {len(self._layers)}")
         held = self._layers[index].k
         for name, storage in (("K", layer.k), ("V", layer.v)):
+            if storage.closed:
+                raise ClosedError(f"the {name} storage for layer {index} was closed")
             if storage.dtype is not held.dtype or storage.nbytes != held.nbytes:
                 raise InvalidInputError(f"layer {index} needs a {name} storage like {held!r}, not {storage!r}")
         others = [one for at, pair in enumerate(self._layers) if at != index for one in (pair.k, pair.v)]

@@ -53,8 +53,16 @@ class Executable:
         self.plan = plan
         self._device = device
         self._constants = {node: cache[node] for node in plan.constants}
-        self._slots = [device.allocate(size, DType.F32, StorageKind.STAGED) for size in plan.slot_bytes]
-        self._algorithms = [self._algorithm(dispatch) for dispatch in plan.dispatches]
+        self._slots: list[Storage] = []
+        self._algorithms: list[Algorithm] = []
+        try:
+            for size in plan.slot_bytes:
+                self._slots.append(device.allocate(size, DType.F32, StorageKind.STAGED))
+            for dispatch in plan.dispatches:
+                self._algorithms.append(self._algorithm(dispatch))
+        except BaseException:
+            self.close()
+            raise
 
     def storage(self, node: NodeId) -> Storage:
         """The storage of a constant or of an activation; an activation's is reused by later segments."""
