@@ -185,7 +185,7 @@ def build(force: bool) -> str:
     with tempfile.TemporaryDirectory(dir=OUTPUT.parent) as folder:
         scratch = Path(folder)
         with ThreadPoolExecutor() as pool:
-            entries = list(pool.map(lambda job: compile_one(*job, scratch), jobs))
+            entries = list(pool.map(lambda job: compile_one(job[0], job[1], scratch), jobs))
         kernels = {
             kernel_key(shader.name, variant): entry for (shader, variant), entry in zip(jobs, entries, strict=True)
         }

@@ -55,6 +55,10 @@ class OutOfDeviceMemoryError(DeviceError):
     """An allocation does not fit the device; what was taken for it has been freed."""
 
 
+class DeviceLostError(DeviceError):
+    """The driver stopped executing; what it was given last is in the message. Open a new device."""
+
+
 class ShaderError(VkDecodeError):
     """A compiled shader is missing, stale, or used against its declaration."""
 

@@ -93,11 +93,10 @@ class CapturedDecodeSession:
         if not self.is_current:
             raise ClosedError("the session was bound to another KV cache after this capture; capture it again")
         self._session.check_runnable(device)
-        _ = self._session.executable
+        executable = self._session.executable
         self._session.bind(data)
         self.has_run = True
-        for recording in self._recordings:
-            recording.submit()
+        executable.submit(self._recordings)
 
 
 def _is_symbolic(dispatch: Dispatch) -> bool:

@@ -288,8 +288,7 @@ class DecodeSession:
         """
         self.check_runnable(device)
         self.bind(data)
-        for recording in self.executable.record(sym_env):
-            recording.submit()
+        self.executable.submit(self.executable.record(sym_env))
         return self.executable.read(self.logits_node)
 
     def check_runnable(self, device: Device) -> None:

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.errors import ClosedError
+from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device
 from vkdecode.graph import FUSIONS, Fusion, Graph, NodeId, OptimizedGraph, SymEnv, optimize_graph, splice_host_copy
 from vkdecode.runtime.executable import Executable, StorageCache
-from vkdecode.runtime.plan import buffer_of, check_topology, lower
+from vkdecode.runtime.plan import WORK_PER_SUBMISSION, buffer_of, check_topology, lower
 
 
 @dataclass
@@ -59,11 +59,18 @@ class InferenceContext:
         device: where graphs are realized.
         fusions: the optimizer's fusion passes; fewer make more, simpler dispatches with the same results within
             rounding.
+        work_per_submission: most multiply-adds of one submission, unless a single kernel takes more. A driver kills
+            what runs for seconds; results are the same whatever the cap.
 
     """
 
-    def __init__(self, device: Device, fusions: Sequence[Fusion] = FUSIONS) -> None:
+    def __init__(
+        self, device: Device, fusions: Sequence[Fusion] = FUSIONS, work_per_submission: int = WORK_PER_SUBMISSION
+    ) -> None:
+        if work_per_submission < 1:
+            raise InvalidInputError(f"work_per_submission must be positive, not {work_per_submission}")
         self.device = device
+        self._work_per_submission = work_per_submission
         self.fusions = tuple(fusions)
         self.stats = Stats()
         self._decode_session: Any = None
@@ -92,7 +99,7 @@ class InferenceContext:
             raise ClosedError("this InferenceContext was closed; make a new one")
         effective_target = splice_host_copy(graph, target)
         optimized = optimize_graph(graph, (effective_target, *effects), self.device.location, fusions=self.fusions)
-        plan = lower(graph, optimized, self.device.lanes, dispatches_per_segment)
+        plan = lower(graph, optimized, self.device.lanes, dispatches_per_segment, self._work_per_submission)
         cache = bind(graph, plan.constants)
         return Prebuilt(effective_target, optimized, Executable(self.device, plan, cache)), cache
 
@@ -104,8 +111,7 @@ class InferenceContext:
 
         """
         check_topology(graph, prebuilt.optimized)
-        for recording in prebuilt.executable.record(env):
-            recording.submit()
+        prebuilt.executable.submit(prebuilt.executable.record(env))
         return prebuilt.executable.read(buffer_of(graph, prebuilt.effective_target))
 
     @property

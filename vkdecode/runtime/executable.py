@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vkdecode.errors import DeviceLostError
 from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, Storage, StorageKind, Sync, Upload
 from vkdecode.graph import NodeId, SymEnv
 from vkdecode.runtime.plan import Dispatch, Plan
 from vkdecode.weights.dtypes import DType
+
+# A NaN that no arithmetic gives: quiet NaNs from a shader carry no such payload.
+_UNWRITTEN = np.uint32(0x7FEDDEAD)
 
 
 class StorageCache:
@@ -112,6 +116,27 @@ class Executable:
         """Record only the chosen dispatches, which must not depend on one another."""
         chosen = [index for index, dispatch in enumerate(self.plan.dispatches) if include(dispatch)]
         return Recording(self._device, [self._run(index, env) for index in chosen])
+
+    def submit(self, recordings: Sequence[Recording]) -> None:
+        """Run recordings of this executable, the last of which copies the target to the host.
+
+        Kompute does not report a lost device. So the target's host copy is marked before, and must have been written
+        over afterwards.
+
+        Raises:
+            DeviceLostError: it was not.
+
+        """
+        marks = [self.storage(node).data.view(np.uint32)[:1] for node in self.plan.targets]
+        for mark in marks:
+            mark[:] = _UNWRITTEN
+        for recording in recordings:
+            recording.submit()
+        if any(mark[0] == _UNWRITTEN for mark in marks):
+            raise DeviceLostError(
+                f"device {self._device.info} did not finish a submission of {len(self.plan.dispatches)} dispatches, "
+                f"the last of them '{self.plan.dispatches[-1].kernel.key}'; close the device and open a new one"
+            )
 
     def read(self, node: NodeId) -> NDArray[np.float32]:
         """A copy of a target's values, flat, after a submission."""

@@ -34,13 +34,17 @@ _MOST_QUERIES = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel and everything its dispatch needs; `bindings` are the nodes whose values it binds."""
+    """A kernel and everything its dispatch needs.
+
+    `bindings` are the nodes whose values it binds; `work` is about how many multiply-adds it takes at most.
+    """
 
     kernel: Kernel
     bindings: tuple[NodeId, ...]
     spec: Mapping[str, int]
     workgroups: tuple[int, int, int]
     push: Mapping[str, int | SymId]
+    work: int = 0
 
 
 def choose_kernel(graph: Graph, node_id: NodeId, lanes: Lanes) -> Choice:
@@ -118,7 +122,8 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     }
     if norm == "layer":
         constants["HAS_NORM_BIAS"] = int(attrs.norm_bias)
-    return Choice(kernel, tuple(bindings), constants, (-(-blocks // groups), tokens // token_tile, 1), {})
+    work = tokens * rows * (2 if paired else 1) * spec.columns
+    return Choice(kernel, tuple(bindings), constants, (-(-blocks // groups), tokens // token_tile, 1), {}, work)
 
 
 def _embed(graph: Graph, node: Node, lanes: Lanes) -> Choice:
@@ -217,7 +222,8 @@ def _attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         constants[f"{name}_OFFSET"], constants[f"{name}_STRIDE"] = (value // 4 for value in view_of(graph, part))
     q, k, v, cache_k, cache_v, token_count, *extra = node.inputs
     bindings = (q, k, v, cache_k, cache_v, node.id, token_count, *extra)
-    return Choice(kernel, bindings, constants, (attrs.heads // query_heads, tokens // query_tokens, 1), push)
+    work = 2 * tokens * attrs.heads * attrs.head_dim * (cache.shape[1] + tokens)
+    return Choice(kernel, bindings, constants, (attrs.heads // query_heads, tokens // query_tokens, 1), push, work)
 
 
 def _kv_write(graph: Graph, node: Node, lanes: Lanes) -> Choice:

@@ -11,6 +11,9 @@ from vkdecode.graph import CopyAttrs, Graph, NodeId, Op, OptimizedGraph, SymId
 from vkdecode.runtime.kernel_choice import choose_kernel
 from vkdecode.runtime.order import Hazard, OrderStep, plan_order
 
+# Drivers kill a submission that runs for seconds. This many multiply-adds take a slow integrated GPU a fraction of one.
+WORK_PER_SUBMISSION = 1 << 36
+
 _FREE_OPS = frozenset({Op.WEIGHT, Op.DATA, Op.KV, Op.VIEW, Op.COPY})
 
 
@@ -24,6 +27,7 @@ class Dispatch:
     spec: Mapping[str, int]
     push: Mapping[str, int | SymId]
     workgroups: tuple[int, int, int]
+    work: int
 
     @property
     def reads(self) -> tuple[NodeId, ...]:
@@ -91,14 +95,21 @@ def buffer_of(graph: Graph, node_id: NodeId) -> NodeId:
             return node_id
 
 
-def lower(graph: Graph, optimized: OptimizedGraph, lanes: Lanes, dispatches_per_segment: int = 0) -> Plan:
+def lower(
+    graph: Graph,
+    optimized: OptimizedGraph,
+    lanes: Lanes,
+    dispatches_per_segment: int = 0,
+    work_per_segment: int = WORK_PER_SUBMISSION,
+) -> Plan:
     """Turn an optimized graph into a plan.
 
     Args:
         graph: the graph that was optimized.
         optimized: its roots; the first one's value, and any other root copied to the host, can be read afterwards.
         lanes: the device's kernel shape.
-        dispatches_per_segment: most dispatches of one submission; 0 for all in one.
+        dispatches_per_segment: most dispatches of one submission; 0 for any number.
+        work_per_segment: most multiply-adds of one submission, unless a single dispatch takes more.
 
     Raises:
         TopologyChanged: the graph was changed after it was optimized.
@@ -111,13 +122,15 @@ def lower(graph: Graph, optimized: OptimizedGraph, lanes: Lanes, dispatches_per_
         if graph.node(node_id).op not in _FREE_OPS:
             choice = choose_kernel(graph, node_id, lanes)
             bindings = tuple(buffer_of(graph, one) for one in choice.bindings)
-            dispatches.append(Dispatch(node_id, choice.kernel, bindings, choice.spec, choice.push, choice.workgroups))
+            dispatches.append(
+                Dispatch(node_id, choice.kernel, bindings, choice.spec, choice.push, choice.workgroups, choice.work)
+            )
     copied = [one for one in reachable if graph.node(one).op is Op.COPY]
     targets = tuple(buffer_of(graph, one) for one in copied if graph.attrs(one, CopyAttrs).to == "host")
     targets = targets or (buffer_of(graph, optimized.roots[0]),)
     data = {buffer_of(graph, one) for one in reachable if graph.node(one).op is Op.DATA}
     data |= {buffer_of(graph, one) for one in copied if graph.attrs(one, CopyAttrs).to == "device"}
-    segments = _segments(len(dispatches), dispatches_per_segment)
+    segments = _segments([one.work for one in dispatches], dispatches_per_segment, work_per_segment)
     slots, slot_bytes = _assign_slots(graph, dispatches, segments, targets)
     order, hazards = plan_order(
         [(one.reads, one.writes) for one in dispatches],
@@ -130,10 +143,17 @@ def lower(graph: Graph, optimized: OptimizedGraph, lanes: Lanes, dispatches_per_
     return Plan(tuple(dispatches), segments, order, hazards, slots, slot_bytes, constants, targets)
 
 
-def _segments(count: int, most: int) -> tuple[int, ...]:
-    if most <= 0 or count <= most:
-        return (count,)
-    return tuple(min(most, count - first) for first in range(0, count, most))
+def _segments(works: Sequence[int], most_dispatches: int, most_work: int) -> tuple[int, ...]:
+    segments: list[int] = []
+    held = 0
+    for work in works:
+        full = bool(segments) and (segments[-1] == most_dispatches or held + work > most_work)
+        if not segments or full:
+            segments.append(0)
+            held = 0
+        segments[-1] += 1
+        held += work
+    return tuple(segments)
 
 
 def _assign_slots(
