@@ -1,0 +1,328 @@
+"""Grouped-query attention over cached and own rows, with and without the fused KV write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from kernel_lab import (
+    F32,
+    F64,
+    TURN,
+    Trial,
+    Words,
+    axes_of,
+    bits,
+    blank,
+    check,
+    generator,
+    normal,
+    poisoned,
+    subgroup,
+    variants,
+)
+from kv_rows import KV_DTYPES, check_stored
+from numpy.typing import NDArray
+
+FORMS = [  # arm, where the offset is, and whether the write is fused
+    ("bounded", "push", 0),
+    ("bounded", "buffer", 0),
+    ("bounded", "buffer", 1),
+    ("masked", "push", 0),
+    ("masked", "buffer", 1),
+]
+KEYS = [
+    f"{key} ARM={arm} OFFSET={offset} WRITE={write}"
+    for key in variants("attention", LANES=["subgroup", "shared"], KV=["f32", "f16"], QUERIES=[1, 2, 3, 4])
+    for arm, offset, write in FORMS
+]
+GARBAGE = 0xFFFF_FFF0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one dispatch: `room` tokens, of which the `counts` are real in turn; `workgroup` is the shared form's.
+
+    `fused` puts q, k and v side by side into one storage, with columns that belong to none.
+    """
+
+    kv_heads: int
+    group: int
+    query_heads: int
+    query_tokens: int
+    head_dim: int
+    max_seq: int
+    room: int
+    counts: tuple[int, ...]
+    workgroup: int
+    fused: bool
+    scale: float
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.group
+
+
+# For each number of queries five shapes, with all head sizes. Any three neighbours hold a decode and a prefill step, so
+# that each kernel meets both at some width.
+SHAPES = {
+    1: [
+        Shape(2, 1, 1, 1, 64, 13, 1, (1,), 4, False, 0.125),
+        Shape(1, 5, 1, 1, 20, 37, 8, (5, 8), 16, True, 0.3),
+        Shape(1, 7, 1, 1, 128, 17, 1, (1,), 64, True, 0.09),
+        Shape(3, 1, 1, 1, 80, 21, 8, (3,), 8, False, 2.0),
+        Shape(2, 3, 1, 1, 4, 19, 1, (1,), 8, False, 0.5),
+    ],
+    2: [
+        Shape(2, 2, 2, 1, 64, 13, 1, (1,), 16, True, 2.0),
+        Shape(3, 1, 1, 2, 20, 37, 8, (5, 8), 8, False, 0.3),
+        Shape(1, 2, 2, 1, 4, 19, 8, (7,), 16, True, 0.5),
+        Shape(1, 6, 2, 1, 80, 21, 1, (1,), 64, False, 0.11),
+        Shape(1, 5, 1, 2, 128, 17, 16, (9,), 8, True, 0.09),
+    ],
+    3: [
+        Shape(2, 3, 3, 1, 20, 13, 1, (1,), 16, False, 0.3),
+        Shape(1, 6, 3, 1, 64, 37, 8, (5, 8), 64, True, 0.125),
+        Shape(1, 3, 3, 1, 4, 19, 8, (1,), 4, False, 0.5),
+        Shape(1, 3, 3, 1, 68, 17, 1, (1,), 8, True, 1.0),
+        Shape(2, 3, 3, 1, 80, 21, 8, (3,), 16, False, 0.11),
+    ],
+    4: [
+        Shape(2, 4, 4, 1, 64, 13, 1, (1,), 16, True, 0.125),
+        Shape(1, 8, 4, 1, 20, 37, 8, (5, 8), 64, True, 0.3),
+        Shape(2, 2, 2, 2, 4, 19, 8, (7,), 8, False, 0.5),
+        Shape(1, 4, 4, 1, 128, 17, 1, (1,), 64, True, 0.09),
+        Shape(1, 1, 1, 4, 80, 21, 16, (9,), 16, False, 2.0),
+    ],
+}
+
+
+def case(index: int, key: str) -> tuple[str, Shape]:
+    """A shape's name and the shape: Latin squares over the forms and the other axes, moved on for each width."""
+    axes = axes_of(key)
+    number = (index % len(FORMS) + 2 * (axes["KV"] == "f16") + (axes["LANES"] == "shared") + TURN) % 5
+    return f"{key} {number}", SHAPES[int(axes["QUERIES"])][number]
+
+
+CASES = [pytest.param(key, case(index, key)[1], id=case(index, key)[0]) for index, key in enumerate(KEYS)]
+
+
+class Problem:
+    """One kernel at one shape: its random inputs, its dispatch, and what must come out."""
+
+    def __init__(self, key: str, shape: Shape, wrong: Mapping[str, int] | None = None) -> None:
+        self.axes = axes_of(key)
+        self.shape = shape
+        self.writes = self.axes["WRITE"] == "1"
+        self.rng = generator(key, shape)
+        workgroup = subgroup() if self.axes["LANES"] == "subgroup" else shape.workgroup
+        spec = {
+            "WORKGROUP": workgroup,
+            "KV_HEADS": shape.kv_heads,
+            "GROUP": shape.group,
+            "HEAD_DIM": shape.head_dim,
+            "MAX_SEQ": shape.max_seq,
+            "STEP_TOKENS": shape.room,
+            "QUERY_HEADS": shape.query_heads,
+            "SCALE_BITS": bits(shape.scale),
+        }
+        widths = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
+        # With four columns of nobody before q and after v where one storage holds all three.
+        self.columns: dict[str, tuple[int, int]] = {}
+        start = 4 if shape.fused else 0
+        for name, heads in widths.items():
+            width = heads * shape.head_dim
+            self.columns[name] = (start, start + width)
+            spec[f"{name.upper()}_OFFSET"] = start // 4
+            start = start + width if shape.fused else 0
+        for name, (_, end) in self.columns.items():
+            spec[f"{name.upper()}_STRIDE"] = (start + 4 if shape.fused else end) // 4
+        self.stride = start + 4
+        workgroups = (shape.heads // shape.query_heads, shape.room // shape.query_tokens, 1)
+        self.draw(1, 1)
+        self.trial = Trial(key, self.buffers(1), {**spec, **(wrong or {})}, workgroups)
+
+    def draw(self, cached: int, count: int) -> None:
+        """Other inputs: q, k, v of the real tokens, `cached` rows in the cache, and which of these the mask shows."""
+        shape = self.shape
+        self.count = count
+        self.q = normal(self.rng, count, shape.heads, shape.head_dim)
+        self.k = normal(self.rng, count, shape.kv_heads, shape.head_dim)
+        self.v = normal(self.rng, count, shape.kv_heads, shape.head_dim)
+        # Beyond the range of half floats, so that the step's own rows are seen not to come from the cache.
+        self.v[..., 0] *= np.float32(1e5)
+        held = min(cached, shape.max_seq)
+        dtype = KV_DTYPES[self.axes["KV"]]
+        self.cached_k = normal(self.rng, shape.kv_heads, held, shape.head_dim).astype(dtype)
+        self.cached_v = normal(self.rng, shape.kv_heads, held, shape.head_dim).astype(dtype)
+        self.visible = np.ones(held, bool)
+        if self.axes["ARM"] == "masked":
+            self.visible = self.rng.random(held) < 0.8
+
+    def rows(self, name: str, values: F32) -> F32:
+        """[room, columns] with padding rows of NaN."""
+        start, end = self.columns[name]
+        out: F32 = poisoned((self.shape.room, self.stride if self.shape.fused else end - start))
+        start = start if self.shape.fused else 0
+        out[: self.count, start : start + values[0].size] = values.reshape(self.count, -1)
+        return out
+
+    def cache(self, values: NDArray[Any]) -> NDArray[Any]:
+        """[kv_heads, max_seq, head_dim] with NaN where nothing is cached or nothing of it is visible."""
+        shape = self.shape
+        words = blank(shape.kv_heads * shape.max_seq * shape.head_dim * values.itemsize // 4)
+        out = words.view(values.dtype).reshape(shape.kv_heads, shape.max_seq, shape.head_dim)
+        at = np.flatnonzero(self.visible)
+        out[:, at] = values[:, at]
+        return out
+
+    def buffers(self, cached: int) -> dict[str, NDArray[Any]]:
+        shape = self.shape
+        q, k, v = (self.rows(name, values) for name, values in (("q", self.q), ("k", self.k), ("v", self.v)))
+        if shape.fused:
+            for name, part in (("k", k), ("v", v)):
+                start, end = self.columns[name]
+                q[:, start:end] = part[:, start:end]
+            k = v = q
+        buffers: dict[str, NDArray[Any]] = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "cache_k": self.cache(self.cached_k),
+            "cache_v": self.cache(self.cached_v),
+            "y": blank(shape.room * shape.heads * shape.head_dim),
+            "token_count": np.array([self.count], np.uint32),
+        }
+        if self.axes["ARM"] == "masked":
+            mask = np.full(shape.max_seq, -np.inf, np.float32)
+            hidden = self.rng.choice([-np.inf, -1.0, -1e-30], self.visible.size)
+            mask[: self.visible.size] = np.where(self.visible, 0.0, hidden)
+            buffers["mask"] = mask
+        if self.axes["OFFSET"] == "buffer":
+            # What a form does not need holds garbage: it must not be read.
+            start = cached if self.writes else GARBAGE
+            end = cached + shape.room if self.axes["ARM"] == "bounded" else GARBAGE
+            buffers["offset"] = np.array([start, end], np.uint32)
+        return buffers
+
+    def run(self, cached: int, attended_len: int | None = None, **changed: NDArray[Any]) -> dict[str, Words]:
+        attended_len = cached + self.shape.room if attended_len is None else attended_len
+        push = {"attended_len": attended_len} if self.trial.kernel.push else {}
+        return self.trial.run(push, **{**self.buffers(cached), **changed})
+
+    def expected(self) -> tuple[F64, F64]:
+        """Values [room, heads, head_dim], NaN for padding, and the size that their errors are relative to."""
+        shape = self.shape
+        values = np.full((shape.room, shape.heads, shape.head_dim), np.nan)
+        sizes = np.full_like(values, np.nan)
+        cached_k = self.cached_k[:, self.visible].astype(np.float64)
+        cached_v = self.cached_v[:, self.visible].astype(np.float64)
+        for token in range(self.count):
+            for head in range(shape.heads):
+                kv_head = head // shape.group
+                keys = np.concatenate([cached_k[kv_head], self.k[: token + 1, kv_head]])
+                rows = np.concatenate([cached_v[kv_head], self.v[: token + 1, kv_head]])
+                query = self.q[token, head].astype(np.float64)
+                scale = float(np.float32(shape.scale))
+                scores = keys @ query * scale
+                weights = np.exp(scores - scores.max())
+                weights /= weights.sum()
+                values[token, head] = weights @ rows
+                # A score's rounding error is the relative error of its weight.
+                score_size = (np.abs(keys) @ np.abs(query)).max() * scale
+                sizes[token, head] = weights @ np.abs(rows) * (1 + score_size)
+        return values, sizes
+
+    def check(self, cached: int, out: Mapping[str, Words]) -> None:
+        values, sizes = self.expected()
+        token = np.arange(self.shape.room)[:, None, None]
+        tile = self.shape.query_tokens
+        check(out["y"], values, sizes, token < self.count, token < -(-self.count // tile) * tile, roundings=16)
+        if self.writes:
+            for name, cached_rows, own in (("cache_k", self.cached_k, self.k), ("cache_v", self.cached_v, self.v)):
+                check_stored(out[name], self.cache(cached_rows), own, cached)
+
+
+@pytest.mark.parametrize(("key", "shape"), CASES)
+def test_attention(key: str, shape: Shape) -> None:
+    problem = Problem(key, shape)
+    # None, one, an odd number on both sides of a block, one row of room, a full cache, and more than there is.
+    for cached in (0, 1, 7, shape.max_seq - 2, shape.max_seq - 1, shape.max_seq, shape.max_seq + 5):
+        for count in shape.counts:
+            problem.draw(cached, count)
+            problem.check(cached, problem.run(cached))
+    problem.trial.close()
+
+
+def test_the_cases_reach_all_shapes_in_both_forms() -> None:
+    cases = [(axes_of(str(case.values[0])), case.values[1]) for case in CASES]
+    for lanes in ("subgroup", "shared"):
+        reached = {shape for axes, shape in cases if axes["LANES"] == lanes}
+        assert reached == {shape for shapes in SHAPES.values() for shape in shapes}
+
+
+def test_every_row_may_be_masked() -> None:
+    """Then the step's own rows alone count."""
+    for lanes in ("subgroup", "shared"):
+        problem = Problem(f"attention LANES={lanes} KV=f16 QUERIES=4 ARM=masked OFFSET=push WRITE=0", SHAPES[4][1])
+        problem.draw(9, 5)
+        problem.visible[:] = False
+        problem.check(9, problem.run(9))
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
+    """The running maximum moves by thousands, in both directions, over several blocks."""
+    for lanes in ("subgroup", "shared"):
+        problem = Problem(f"attention LANES={lanes} KV=f32 QUERIES=4 ARM=bounded OFFSET=push WRITE=0", SHAPES[4][1])
+        problem.draw(37, 8)
+        for first, factor in ((0, 1.0), (11, 3000.0), (20, 1.0), (29, 30.0)):
+            problem.cached_k[:, first:] = normal(problem.rng, 1, 37 - first, 20) * np.float32(factor)
+        problem.check(37, problem.run(37))
+
+
+CONTROL = "attention LANES={} KV=f16 QUERIES=1 ARM=bounded OFFSET=push WRITE=0"
+CONTROL_SHAPE = Shape(2, 5, 1, 1, 20, 37, 8, (5,), 16, True, 0.3)
+
+
+@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"SCALE_BITS": bits(0.3001)},
+        {"MAX_SEQ": 36},
+        {"K_STRIDE": 73},
+        {"V_OFFSET": 60},
+        {"STEP_TOKENS": 7},
+        {"GROUP": 4},
+    ],
+    ids=str,
+)
+def test_a_wrong_constant_is_noticed(lanes: str, wrong: dict[str, int]) -> None:
+    problem = Problem(CONTROL.format(lanes), CONTROL_SHAPE, wrong)
+    problem.draw(7, 5)
+    with pytest.raises(AssertionError, match=r"values are wrong|outside the output"):
+        problem.check(7, problem.run(7))
+
+
+@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
+def test_a_wrong_attended_length_is_noticed(lanes: str) -> None:
+    problem = Problem(CONTROL.format(lanes), CONTROL_SHAPE)
+    problem.draw(7, 5)
+    problem.check(7, problem.run(7))
+    for attended_len in (14, 16):
+        with pytest.raises(AssertionError, match="values are wrong"):
+            problem.check(7, problem.run(7, attended_len))
+
+
+@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
+def test_a_wrong_write_offset_is_noticed(lanes: str) -> None:
+    key = f"attention LANES={lanes} KV=f16 QUERIES=1 ARM=bounded OFFSET=buffer WRITE=1"
+    problem = Problem(key, CONTROL_SHAPE)
+    problem.draw(7, 5)
+    problem.check(7, problem.run(7))
+    out = problem.run(7, offset=np.array([8, 15], np.uint32))
+    with pytest.raises(AssertionError, match=r"outside the output|new rows are wrong"):
+        problem.check(7, out)
