@@ -1,6 +1,8 @@
 #version 450
-//! variants DTYPE=f32,f16,bf16
+//! variants DTYPE=f32,f16,bf16 PART=0,1
 // y[token] = row token_ids[token] of the embedding, which may be the output head's own storage (tied weights).
+// With PART the storage holds ROW_COUNT rows from FIRST_ROW on, and tokens of other rows keep what another
+// part gave, or 0 where there is none yet.
 #extension GL_GOOGLE_include_directive : require
 #include "weights.glsl"
 
@@ -8,10 +10,18 @@ layout(local_size_x_id = 0) in;
 layout(constant_id = 0) const uint WORKGROUP = 32;
 layout(constant_id = 1) const uint TILE = 32;
 layout(constant_id = 2) const uint COLUMNS = 64;
+#if PART
+layout(constant_id = 3) const uint FIRST_ROW = 0;
+layout(constant_id = 4) const uint ROW_COUNT = 1;
+layout(constant_id = 5) const uint HAS_OTHERS = 0;
+#endif
 
 layout(std430, binding = 0) readonly buffer Weight { uvec4 weight[]; };
 layout(std430, binding = 1) readonly buffer TokenIds { uint token_ids[]; };
 layout(std430, binding = 2) writeonly buffer Y { float y[]; };
+#if PART
+layout(std430, binding = 3) readonly buffer Others { float others[]; };
+#endif
 
 void main() {
     const uint chunks = (COLUMNS + PACK - 1) / PACK;
@@ -19,6 +29,16 @@ void main() {
     uint token = gl_WorkGroupID.y;
     if (chunk >= chunks) return;
     uint row = token_ids[token];
+#if PART
+    if (row < FIRST_ROW || row - FIRST_ROW >= ROW_COUNT) {
+        uint end = min((chunk + 1) * PACK, COLUMNS);
+        for (uint column = chunk * PACK; column < end; ++column) {
+            y[token * COLUMNS + column] = HAS_OTHERS != 0 ? others[token * COLUMNS + column] : 0.0;
+        }
+        return;
+    }
+    row -= FIRST_ROW;
+#endif
     uvec4 packed = weight[(row / TILE * chunks + chunk) * TILE + row % TILE];
     for (uint pair = 0; pair < PACK / 2; ++pair) {
         vec2 value = unpack_pair(packed, pair);

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from kernel_lab import ELEMENTS, axes_of, blank, ceil_div, check, generator, normal, poisoned, run_once, tiled, variants
 
-KEYS = variants("embed", DTYPE=["f32", "f16", "bf16"])
+KEYS = variants("embed", DTYPE=["f32", "f16", "bf16"], PART=["0", "1"])
+WHOLE = [key for key in KEYS if axes_of(key)["PART"] == "0"]
+PARTS = [key for key in KEYS if axes_of(key)["PART"] == "1"]
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", WHOLE)
 @pytest.mark.parametrize(
     ("columns", "tile", "workgroup"), [(1, 4, 64), (7, 8, 1), (37, 5, 3), (130, 16, 4), (64, 32, 64)]
 )
@@ -31,11 +33,39 @@ def test_rows_are_looked_up(key: str, columns: int, tile: int, workgroup: int) -
     check(out["y"], expected, 0.0)
 
 
+@pytest.mark.parametrize("key", PARTS)
+@pytest.mark.parametrize(("columns", "tile", "workgroup"), [(7, 8, 1), (37, 5, 3), (64, 32, 64)])
+@pytest.mark.parametrize("chained", [True, False])
+def test_a_part_gives_its_rows_and_passes_on_the_others(
+    key: str, columns: int, tile: int, workgroup: int, chained: bool
+) -> None:
+    dtype = ELEMENTS[axes_of(key)["DTYPE"]]
+    rng = generator(key, columns, chained)
+    first, count = 11, tile + 1
+    ids = np.array([first, first - 1, first + count - 1, first + count, 0, 1000], np.uint32)
+    mine = np.array([0, 2])
+    weight = poisoned((2 * tile, columns), dtype)
+    weight[ids[mine] - first] = normal(rng, mine.size, columns).astype(dtype)
+    others = normal(rng, ids.size, columns)
+    expected = others.astype(np.float64) if chained else np.zeros((ids.size, columns))
+    expected[mine] = weight[ids[mine] - first].astype(np.float64)
+    others[mine] = np.nan
+    spec = {"WORKGROUP": workgroup, "TILE": tile, "COLUMNS": columns}
+    spec |= {"FIRST_ROW": first, "ROW_COUNT": count, "HAS_OTHERS": int(chained)}
+    buffers = {"weight": tiled(weight, tile), "token_ids": ids, "y": blank(expected.size), "others": others}
+    chunks = ceil_div(columns, 16 // dtype.itemsize)
+    out = run_once(key, buffers, spec, (ceil_div(chunks, workgroup), ids.size, 1))
+    check(out["y"], expected, 0.0)
+    with pytest.raises(AssertionError, match="values are wrong"):
+        wrong = run_once(key, buffers, {**spec, "FIRST_ROW": first + 1}, (ceil_div(chunks, workgroup), ids.size, 1))
+        check(wrong["y"], expected, 0.0)
+
+
 def test_a_wrong_column_count_is_noticed() -> None:
     weight = normal(generator("control"), 8, 37)
     buffers = {"weight": tiled(weight, 8), "token_ids": np.array([1, 2], np.uint32), "y": blank(74)}
     for columns, right in ((37, True), (36, False), (38, False)):
-        out = run_once(KEYS[0], buffers, {"WORKGROUP": 64, "TILE": 8, "COLUMNS": columns}, (1, 2, 1))
+        out = run_once(WHOLE[0], buffers, {"WORKGROUP": 64, "TILE": 8, "COLUMNS": columns}, (1, 2, 1))
         if right:
             check(out["y"], weight[[1, 2]], 0.0)
         else:

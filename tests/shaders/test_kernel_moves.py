@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_lab import F32, Words, blank, ceil_div, check, generator, normal, poisoned, run_once, subgroup
 
-KEYS = ["contiguize", "copy_words", "last_row", "subgroup_check"]
+KEYS = ["concat", "contiguize", "copy_words", "last_row", "subgroup_check"]
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,18 @@ def test_the_columns_of_a_view_are_put_together(columns: int, offset: int, behin
     with pytest.raises(AssertionError, match="values are wrong"):
         wrong = run_once("contiguize", {"x": x, "y": blank(tokens * columns)}, {**spec, "X_OFFSET": offset + 1}, groups)
         check(wrong["y"], x[:, offset : offset + columns], 0.0)
+
+
+@pytest.mark.parametrize(("a", "b", "workgroup"), [(1, 1, 64), (37, 5, 8), (64, 1, 64), (3, 130, 16)])
+def test_columns_are_joined(a: int, b: int, workgroup: int) -> None:
+    tokens = 3
+    left, right = normal(generator(a), tokens, a), normal(generator(b, "right"), tokens, b)
+    spec = {"WORKGROUP": workgroup, "A_COLUMNS": a, "B_COLUMNS": b}
+    buffers = {"a": left, "b": right, "y": blank(tokens * (a + b))}
+    out = run_once("concat", buffers, spec, (ceil_div(a + b, workgroup), tokens, 1))["y"]
+    check(out, np.concatenate([left, right], axis=1), 0.0)
+    with pytest.raises(AssertionError, match="values are wrong"):
+        check(out, np.concatenate([right, left], axis=1) + 1, 0.0)
 
 
 def last_row(tokens: int, count: int, columns: int, workgroup: int) -> tuple[Words, F32]:

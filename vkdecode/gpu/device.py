@@ -91,6 +91,12 @@ class Device:
         return self._allocated
 
     @property
+    def largest_buffer_bytes(self) -> int:
+        """Bytes that one storage buffer may have, by every limit."""
+        limits = self.info.limits
+        return min(limits.max_storage_buffer_range_bytes, limits.max_memory_allocation_bytes, _KOMPUTE_SIZE_LIMIT - 16)
+
+    @property
     def free_bytes(self) -> int:
         """Bytes of the device's memory that this package has not taken."""
         return max(self.info.heap_bytes - self._allocated, 0)

@@ -23,7 +23,7 @@ class Uploader:
 
     def __init__(self, device: Device, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._device = device
-        self._host = device.allocate(chunk_bytes, DType.U32, StorageKind.HOST)
+        self._host = device.allocate(min(chunk_bytes, device.largest_buffer_bytes), DType.U32, StorageKind.HOST)
         self._target: Storage | None = None
         self._algorithm: Algorithm | None = None
 
@@ -61,7 +61,7 @@ class Uploader:
 def read_words(device: Device, source: Storage, chunk_bytes: int = _CHUNK_BYTES) -> NDArray[np.uint32]:
     """All words of a device-only storage, uint32 [nbytes / 4]."""
     total = source.nbytes // 4
-    step = min(chunk_bytes // 4, total)
+    step = min(chunk_bytes // 4, device.largest_buffer_bytes // 4, total)
     staging = device.allocate(4 * step, DType.U32, StorageKind.STAGED)
     algorithm = _copy_algorithm(device, source, staging, step)
     result = np.empty(total, np.uint32)

@@ -19,6 +19,7 @@ from vkdecode.graph.nodes import (
 )
 from vkdecode.graph.optimize import optimize_graph
 from vkdecode.graph.placement import HOST, splice_host_copy
+from vkdecode.graph.split import MostUnits
 from vkdecode.graph.symbols import SymEnv, SymId
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "KvAttrs",
     "KvWriteAttrs",
     "LinearAttrs",
+    "MostUnits",
     "Node",
     "NodeId",
     "NormAttrs",

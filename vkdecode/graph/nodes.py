@@ -34,6 +34,7 @@ class Op(enum.Enum):
     KV_WRITE = "kv_write"  # effect: puts rows into a KV constant
     LAST_ROW = "last_row"
     VIEW = "view"  # columns of another node, without a kernel
+    CONCAT = "concat"  # columns of two nodes side by side
     CONTIGUIZE = "contiguize"  # a view's columns, copied together
     COPY = "copy"  # the same values at another place
 
@@ -49,7 +50,8 @@ class WeightSpec:
     the second) or `rope` (rows of each head paired as the rotation pairs them; needs `head_dim` and `rotary_dim`). A
     `vector` is
     a 1-D tensor, held as plain float32 in the same row order; it may list a missing tensor as None, which stands for
-    zeros.
+    zeros. `first_unit` and `unit_count` name a part of a split weight: units are rows, or pairs of rows in a paired
+    order; a count of 0 means all.
     """
 
     names: tuple[str | None, ...]
@@ -60,11 +62,18 @@ class WeightSpec:
     head_dim: int = 0
     rotary_dim: int = 0
     vector: bool = False
+    first_unit: int = 0
+    unit_count: int = 0
 
     @property
     def rows(self) -> int:
-        """Rows of all parts together."""
+        """Rows of all tensors together, whatever part of them this is."""
         return sum(self.part_rows)
+
+    @property
+    def units(self) -> int:
+        """Rows, or pairs of rows in a paired order, that this constant holds."""
+        return self.unit_count or (self.rows if self.order == "plain" else self.rows // 2)
 
 
 @dataclass(frozen=True)

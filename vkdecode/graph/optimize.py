@@ -1,4 +1,4 @@
-"""The optimizer: fusions, layout and placement, in this order, baked into the graph in place."""
+"""The optimizer: fusions, splitting, layout and placement, in this order, baked into the graph in place."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from vkdecode.graph.graph import Graph, OptimizedGraph
 from vkdecode.graph.layout import contiguize
 from vkdecode.graph.nodes import NodeId
 from vkdecode.graph.placement import place
+from vkdecode.graph.split import MostUnits, split_weights
 
 
 def optimize_graph(
@@ -17,6 +18,7 @@ def optimize_graph(
     target: Hashable,
     homes: Mapping[NodeId, Hashable] | None = None,
     fusions: Sequence[Fusion] = FUSIONS,
+    most_units: MostUnits | None = None,
 ) -> OptimizedGraph:
     """Optimize what the roots need for a target place.
 
@@ -26,10 +28,13 @@ def optimize_graph(
         target: where the work runs; opaque here.
         homes: constants that live elsewhere.
         fusions: the passes to run; an empty sequence runs every operation on its own.
+        most_units: how much of a weight one storage buffer may hold; None for all of it.
 
     """
     for fuse in fusions:
         roots = fuse(graph, roots)
+    if most_units is not None:
+        roots = split_weights(graph, roots, most_units)
     roots = contiguize(graph, roots)
     roots = place(graph, roots, target, homes or {})
     return OptimizedGraph(roots, graph.generation)

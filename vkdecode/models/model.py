@@ -26,11 +26,11 @@ from vkdecode.decode import (
 )
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device, Lanes, open_device
-from vkdecode.graph import FUSIONS, Op, WeightSpec, optimize_graph
+from vkdecode.graph import Op, WeightSpec
 from vkdecode.models.config import DecoderConfig
 from vkdecode.models.registry import architecture_of
 from vkdecode.models.tensors import HELD_DTYPES, TensorTable
-from vkdecode.runtime import InferenceContext, WeightStore
+from vkdecode.runtime import InferenceContext, WeightStore, optimize_for
 from vkdecode.weights import DType, WeightSource
 
 Progress = Callable[[int, int], None]
@@ -85,7 +85,7 @@ class Model:
     def weight_specs(self) -> list[WeightSpec]:
         """The weight constants of the optimized decode step; every other step uses the same ones."""
         step = self.build_step(StepOptions(1, "last", self.default_kv_offset, "bounded"), self.kv_geometry(1, "f32"))
-        roots = optimize_graph(step.graph, (step.logits, *step.effects), self.device.location, fusions=FUSIONS).roots
+        roots = optimize_for(self.device, step.graph, (step.logits, *step.effects)).roots
         nodes = (step.graph.node(one) for one in step.graph.reachable(roots))
         return [step.graph.attrs(node.id, WeightSpec) for node in nodes if node.op is Op.WEIGHT]
 

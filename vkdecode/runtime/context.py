@@ -14,6 +14,7 @@ from vkdecode.gpu import Device
 from vkdecode.graph import FUSIONS, Fusion, Graph, NodeId, OptimizedGraph, SymEnv, optimize_graph, splice_host_copy
 from vkdecode.runtime.executable import Executable, StorageCache
 from vkdecode.runtime.plan import WORK_PER_SUBMISSION, buffer_of, check_topology, lower
+from vkdecode.runtime.weight_store import most_units
 
 
 @dataclass
@@ -33,6 +34,13 @@ class Stats:
     prefill_plans_built: int = 0
     prefill_recordings_made: int = 0
     prefill_replays: int = 0
+
+
+def optimize_for(
+    device: Device, graph: Graph, roots: tuple[NodeId, ...], fusions: Sequence[Fusion] = FUSIONS
+) -> OptimizedGraph:
+    """Optimize a graph for a device: placed on it, and with no weight larger than its buffers may be."""
+    return optimize_graph(graph, roots, device.location, fusions=fusions, most_units=most_units(device))
 
 
 class Closable(Protocol):
@@ -98,7 +106,7 @@ class InferenceContext:
         if self._closed:
             raise ClosedError("this InferenceContext was closed; make a new one")
         effective_target = splice_host_copy(graph, target)
-        optimized = optimize_graph(graph, (effective_target, *effects), self.device.location, fusions=self.fusions)
+        optimized = optimize_for(self.device, graph, (effective_target, *effects), self.fusions)
         plan = lower(graph, optimized, self.device.lanes, dispatches_per_segment, self._work_per_submission)
         cache = bind(graph, plan.constants)
         return Prebuilt(effective_target, optimized, Executable(self.device, plan, cache)), cache

@@ -98,7 +98,7 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         EPILOGUE=attrs.epilogue,
     )
     paired = attrs.epilogue in ("rope", "gated")
-    rows = spec.rows // 2 if paired else spec.rows
+    rows = spec.units
     tiles = -(-rows // lanes.tile) * (2 if paired else 1)
     blocks = -(-tiles // lanes.row_tiles)
     wanted = lanes.wanted_workgroups if tokens == 1 else lanes.wanted_workgroups // 2
@@ -127,12 +127,17 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
 
 
 def _embed(graph: Graph, node: Node, lanes: Lanes) -> Choice:
-    token_ids, weight = node.inputs
+    token_ids, weight, *others = node.inputs
     spec = graph.attrs(weight, WeightSpec)
     chunks = -(-spec.columns // pack_width(spec.dtype))
     constants = {"WORKGROUP": _WORKGROUP, "TILE": lanes.tile, "COLUMNS": spec.columns}
-    kernel = registry().get("embed", DTYPE=spec.dtype.value)
-    return Choice(kernel, (weight, token_ids, node.id), constants, (-(-chunks // _WORKGROUP), node.shape[0], 1), {})
+    if spec.unit_count:
+        constants |= {"FIRST_ROW": spec.first_unit, "ROW_COUNT": spec.unit_count, "HAS_OTHERS": len(others)}
+        others = others or [weight]  # a binding that the kernel does not read
+    kernel = registry().get("embed", DTYPE=spec.dtype.value, PART=int(bool(spec.unit_count)))
+    return Choice(
+        kernel, (weight, token_ids, node.id, *others), constants, (-(-chunks // _WORKGROUP), node.shape[0], 1), {}
+    )
 
 
 def _norm(graph: Graph, node: Node, lanes: Lanes) -> Choice:
@@ -165,6 +170,12 @@ def _contiguize(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     offset, stride = view_of(graph, node.inputs[0])
     constants = {"WORKGROUP": _WORKGROUP, "COLUMNS": node.shape[1], "X_OFFSET": offset, "X_STRIDE": stride}
     return Choice(registry().get("contiguize"), (*node.inputs, node.id), constants, _over_columns(node), {})
+
+
+def _concat(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    a, b = (graph.node(one).shape[1] for one in node.inputs)
+    constants = {"WORKGROUP": _WORKGROUP, "A_COLUMNS": a, "B_COLUMNS": b}
+    return Choice(registry().get("concat"), (*node.inputs, node.id), constants, _over_columns(node), {})
 
 
 def _over_columns(node: Node) -> tuple[int, int, int]:
@@ -254,6 +265,7 @@ _CHOICES: dict[Op, Callable[[Graph, Node, Lanes], Choice]] = {
     Op.RMS_NORM: _norm,
     Op.LAYER_NORM: _norm,
     Op.ROPE: _rope,
+    Op.CONCAT: _concat,
     Op.CONTIGUIZE: _contiguize,
     Op.ADD: _elementwise,
     Op.MUL: _elementwise,

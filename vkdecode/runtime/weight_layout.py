@@ -25,10 +25,11 @@ def row_slots(spec: WeightSpec, tile: int, block_rows: int) -> Rows:
 
     Paired orders put the first rows of `tile` pairs into one tile and their partners into the next.
     """
+    part = slice(spec.first_unit, spec.first_unit + spec.units)
     if spec.order == "plain":
-        rows = np.arange(spec.rows)
+        rows = np.arange(spec.rows)[part]
     else:
-        first, second = _gated_pairs(spec) if spec.order == "gated" else _rope_pairs(spec)
+        first, second = (half[part] for half in (_gated_pairs(spec) if spec.order == "gated" else _rope_pairs(spec)))
         pairs = -(-first.size // tile) * tile
         padded = np.full((2, pairs), -1, np.int64)
         padded[0, : first.size] = first

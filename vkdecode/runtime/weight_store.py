@@ -8,14 +8,25 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.errors import ClosedError, ConfigError, DeviceError, OutOfDeviceMemoryError
+from vkdecode.errors import ClosedError, ConfigError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Lanes, Storage, Uploader
-from vkdecode.graph import WeightSpec
+from vkdecode.graph import MostUnits, WeightSpec
 from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, row_slots
 from vkdecode.weights import DType, WeightSource, open_weights
 
 Progress = Callable[[int, int], None]
 _PIECE_BYTES = 8 << 20
+
+
+def most_units(device: Device) -> MostUnits:
+    """How many rows, or pairs of rows, of a weight one storage buffer may hold; what splitting asks."""
+
+    def units(spec: WeightSpec) -> int:
+        slots = device.largest_buffer_bytes // packed_bytes(spec, 1)
+        slots -= slots % device.lanes.block_rows
+        return slots if spec.order == "plain" else slots // 2
+
+    return units
 
 
 class WeightStore:
@@ -44,7 +55,7 @@ class WeightStore:
         """
         wanted = [spec for spec in dict.fromkeys(specs) if spec not in self._storages]
         total = sum(self.nbytes(spec) for spec in wanted)
-        self._check_fits(wanted, total)
+        self._check_fits(total)
         done = 0
         source = open_weights(self._path)
         uploader = Uploader(self.device)
@@ -87,15 +98,8 @@ class WeightStore:
         self._storages.clear()
         self._closed = True
 
-    def _check_fits(self, specs: Iterable[WeightSpec], total: int) -> None:
-        device, limit = self.device, self.device.info.limits.max_storage_buffer_range_bytes
-        for spec in specs:
-            if self.nbytes(spec) > limit:
-                names = " + ".join(name or "zeros" for name in spec.names)
-                raise DeviceError(
-                    f"weight {names} takes {self.nbytes(spec)} bytes, "
-                    f"more than one storage buffer of device {device.info} may have, {limit} bytes"
-                )
+    def _check_fits(self, total: int) -> None:
+        device = self.device
         if total > device.free_bytes:
             raise OutOfDeviceMemoryError(
                 f"the weights take {total} bytes, device {device.info} has {device.free_bytes} free; "
