@@ -48,8 +48,6 @@ def test_columns_are_joined(a: int, b: int, workgroup: int) -> None:
     buffers = {"a": left, "b": right, "y": blank(tokens * (a + b))}
     out = run_once("concat", buffers, spec, (ceil_div(a + b, workgroup), tokens, 1))["y"]
     check(out, np.concatenate([left, right], axis=1), 0.0)
-    with pytest.raises(AssertionError, match="values are wrong"):
-        check(out, np.concatenate([right, left], axis=1) + 1, 0.0)
 
 
 def last_row(tokens: int, count: int, columns: int, workgroup: int) -> tuple[Words, F32]:
