@@ -42,6 +42,9 @@ class Case:
         self.context = InferenceContext(model.device)
         self.kv = model.new_kv_cache(40)
         run(model, REFERENCE.input_ids, self.kv, self.context, DecodeMode("captured", kv_offset, arm))
+        # Rows of other tokens lie behind the prompt, so a step whose own row goes elsewhere must show.
+        run(model, [9] * 16, self.kv, self.context)
+        self.kv.truncate_to(24)
         self.session = build_session(model, StepOptions(1, "last", kv_offset, arm), self.kv, self.context)
 
     def data(self, token: int, at: int) -> DecodeTokenData:

@@ -92,7 +92,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], type[VkDecodeError], str]] = {
     "type of a value": (with_config(vocab_size="160"), ConfigError, "vocab_size"),
 }
 CALLS: dict[str, tuple[list[str], str]] = {
-    "ordinal": (["--device", "99", "--token-ids", "1"], "ordinal 99"),
+    "ordinal": (["--device", "99", "--token-ids", "1"], "'99'"),
     "token id": (["--token-ids", "1,160"], "160"),
     "no token": (["--token-ids", ","], "empty"),
     "no tokenizer": (["--prompt", "x"], "token ids"),
@@ -103,6 +103,7 @@ CALLS: dict[str, tuple[list[str], str]] = {
 
 def command(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     held = {**os.environ, **environment}
+    held.pop("VKDECODE_DEVICE", None)
     return subprocess.run(
         [sys.executable, "-m", "vkdecode", *args], capture_output=True, text=True, env=held, timeout=120
     )

@@ -82,8 +82,10 @@ def test_a_value_beyond_the_asked_type_is_refused_and_the_memory_given_back(tmp_
     tensors[name][3, 5] = 70000.0
     folder = changed_copy(tmp_path / "large", tensors=tensors)
     before = device.allocated_bytes
-    with pytest.raises(ConfigError, match=f"{name} holds values beyond the range of float16.*bf16"):
+    with pytest.raises(ConfigError, match=f"{name} holds values beyond the range of float16.*bf16") as caught:
         load(folder, device=device, weights="f16")
+    # While the error is still held, and with it everything that its traceback reaches.
+    assert caught.tb is not None
     assert device.allocated_bytes == before
     for dtype in ("bf16", "f32", None):
         with load(folder, device=device, weights=dtype) as model:
@@ -126,7 +128,8 @@ def test_a_device_opened_for_a_model_is_closed_with_it() -> None:
     assert model.device.closed
 
 
-def test_the_best_device_is_taken_and_a_cpu_driver_named() -> None:
+def test_the_best_device_is_taken_and_a_cpu_driver_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VKDECODE_DEVICE", raising=False)
     with warnings.catch_warnings(record=True) as caught, load(TINY / "llama") as model:
         kind = model.device.info.kind
     assert model.device.closed
@@ -134,6 +137,22 @@ def test_the_best_device_is_taken_and_a_cpu_driver_named() -> None:
     assert len(texts) == (kind == "cpu")
     assert all(f"using the CPU driver {model.device.info.name}" in text for text in texts)
     assert (kind == "cpu") is all(one.kind == "cpu" for one in list_devices())
+
+
+def test_a_device_opened_for_a_model_that_fails_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = changed_copy(tmp_path / "incomplete", tensors={"lm_head.weight": None})
+    opened: list[Device] = []
+    open_it = Device.__init__
+
+    def recording(self: Device, ordinal: int, lanes: str = "auto") -> None:
+        opened.append(self)
+        open_it(self, ordinal, lanes)
+
+    monkeypatch.setattr(Device, "__init__", recording)
+    with pytest.raises(ConfigError):
+        load(folder, device=0)
+    (one,) = opened
+    assert one.closed
 
 
 def test_a_device_that_was_given_stays_open(device: Device) -> None:

@@ -12,7 +12,7 @@ from tiny_llama import LANES, PATHS, planned
 
 from vkdecode.decode import StepOptions
 from vkdecode.errors import TopologyChanged, UnsupportedModelError
-from vkdecode.graph import FUSIONS, Graph, KvWriteAttrs, NodeId, Op, optimize_graph
+from vkdecode.graph import FUSIONS, Graph, KvWriteAttrs, NodeId, Op, optimize_graph, splice_host_copy
 from vkdecode.runtime import Plan, buffer_of, check_topology, lower
 
 LAYERS = 2
@@ -191,6 +191,21 @@ def test_memory_is_reused_between_submissions_only() -> None:
     assert len(whole.slot_bytes) == len(whole.slots)
     assert len(cut.slot_bytes) < len(cut.slots)
     assert cut.segments == (3, 3, 3, 3, 1)
+
+
+def test_the_memory_of_a_target_is_kept_to_the_end() -> None:
+    graph = Graph()
+    x = graph.data("x", (1, 8))
+    wanted = graph.silu(x)
+    last = x
+    for _ in range(4):
+        last = graph.silu(last)
+    optimized = optimize_graph(graph, (splice_host_copy(graph, wanted), last), "gpu")
+    plan = lower(graph, optimized, LANES["subgroup"], dispatches_per_segment=1)
+    assert plan.targets == (wanted,)
+    assert len(plan.segments) == 5
+    assert list(plan.slots.values()).count(plan.slots[wanted]) == 1
+    assert len(plan.slot_bytes) < 5
 
 
 def test_constants_are_all_that_is_bound_and_not_computed() -> None:
