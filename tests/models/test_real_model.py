@@ -84,7 +84,7 @@ def test_the_chat_is_rendered_and_cut_into_tokens_as_the_reference(smollm2: Mode
 def test_the_chat_answers_with_the_capital(smollm2: Model, context: InferenceContext) -> None:
     ids, seen = greedy(smollm2, context, CHAT["ids"], len(CHAT["greedy"]))
     check_greedy(ids, seen, CHAT["greedy"])
-    answer = generate(smollm2, smollm2.tokenizer.encode_chat(CHAT["messages"]), max_tokens=32, context=context)
+    answer = generate(smollm2, smollm2.tokenizer.encode_chat(CHAT["messages"]), max_tokens=32)
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
     assert "<|im_end|>" not in answer.text
