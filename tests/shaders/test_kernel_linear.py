@@ -67,7 +67,7 @@ class Shape:
 SUBGROUP_SHAPES = [
     Shape(37, 5, 3, groups=2, heads=(3, 2, 20, 12), room=8, count=5, bias=True),
     Shape(1, 0, 1, groups=1, heads=(2, 2, 4, 4), room=16, count=9, norm_bias=True),
-    Shape(40, 8, 0, groups=3, heads=(2, 1, 64, 64), room=8, count=8),
+    Shape(40, 8, 0, groups=3, heads=(2, 1, 64, 64), room=16, count=8),
     Shape(29, 9, 1, groups=2, heads=(1, 0, 80, 20), room=16, count=3, bias=True, norm_bias=True),
     Shape(131, 1, 2, groups=1, heads=(3, 3, 6, 2), room=24, count=17, norm_bias=True),
 ]
