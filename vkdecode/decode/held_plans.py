@@ -41,9 +41,12 @@ def invalidate_decode_pair_if_stale(
     """The session if it may serve this step, re-bound if need be, else None with the session closed.
 
     The one place where a held plan and its capture are dropped: the capture always first, because it reads the plan's
-    buffers.
+    buffers. A plan whose graph was changed since it was optimized is dropped too.
     """
     if session is None:
+        return None
+    if session.graph.generation != session.optimized.generation:
+        session.close()
         return None
     geometry = kv.geometry
     validity = session.validity_for(
