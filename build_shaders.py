@@ -189,14 +189,16 @@ def build(force: bool) -> str:
         kernels = {
             kernel_key(shader.name, variant): entry for (shader, variant), entry in zip(jobs, entries, strict=True)
         }
-        manifest.unlink(missing_ok=True)
-        for stale in OUTPUT.glob("*.spv"):
-            stale.unlink()
+        # A process that reads the folder meanwhile finds the old blobs or the new ones, but never none.
         for entry in entries:
             (scratch / entry["file"]).replace(OUTPUT / entry["file"])
         held = {"build": inputs, "kernels": kernels}
         (scratch / "manifest.json").write_text(json.dumps(held, indent=1, sort_keys=True))
         (scratch / "manifest.json").replace(manifest)
+        made = {entry["file"] for entry in entries}
+        for stale in OUTPUT.glob("*.spv"):
+            if stale.name not in made:
+                stale.unlink()
     return f"compiled {len(jobs)} kernels from {len(shaders)} shaders"
 
 

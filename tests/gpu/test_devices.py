@@ -146,6 +146,8 @@ def test_more_than_fits_is_not_written(device: Device) -> None:
     storage.write(np.arange(4, dtype=np.float32))
     with pytest.raises(InvalidInputError, match="20 bytes do not fit a storage of 16"):
         storage.write(np.zeros(5, np.float32))
+    with pytest.raises(InvalidInputError, match="whole words"):
+        storage.write(np.zeros((2, 1), np.float16)[:1])
     np.testing.assert_array_equal(storage.data, np.arange(4))
 
 

@@ -141,6 +141,11 @@ def test_wrong_specialization_constants_are_refused(device: Device, spec: dict[s
         Algorithm(device, registry().get("contiguize"), [staged(device), staged(device)], spec, (1, 1, 1))
 
 
+def test_a_missing_workgroup_size_is_refused(device: Device) -> None:
+    with pytest.raises(ShaderError, match="WORKGROUP"):
+        Algorithm(device, registry().get("copy_words"), [staged(device), staged(device)], {}, (1, 1, 1))
+
+
 @pytest.mark.parametrize(
     "push", [{}, {**PUSH, "offset": 1}, {"source_start": 0, "target_start": 0}, {**PUSH, "count": -1}]
 )
@@ -148,6 +153,13 @@ def test_wrong_push_constants_are_refused(device: Device, push: dict[str, int]) 
     algorithm = copy(device, staged(device), staged(device))
     with pytest.raises(ShaderError, match="kernel 'copy_words'"):
         Recording(device, [Run(algorithm, push)])
+
+
+def test_push_constants_for_a_kernel_without_them_are_refused(device: Device) -> None:
+    spec = {"WORKGROUP": 64, "COLUMNS": 4, "X_OFFSET": 0, "X_STRIDE": 4}
+    algorithm = Algorithm(device, registry().get("contiguize"), [staged(device), staged(device)], spec, (1, 1, 1))
+    with pytest.raises(ShaderError, match="kernel 'contiguize'"):
+        Recording(device, [Run(algorithm, {"count": 1})])
 
 
 @pytest.mark.parametrize("kind", [StorageKind.DEVICE, StorageKind.HOST])

@@ -120,3 +120,12 @@ def test_a_new_source_makes_blobs_stale(blobs: Path, sources: Path) -> None:
 def test_an_installed_package_needs_no_sources(blobs: Path, tmp_path: Path) -> None:
     change_manifest(blobs, build={})
     assert KernelRegistry(blobs, tmp_path / "nothing").get("copy_words").code
+
+
+@pytest.mark.parametrize(
+    "entries", [{"kernels": []}, {"kernels": {"copy_words": {}}}, {"kernels": {"copy_words": None}}, {"build": 3}]
+)
+def test_a_manifest_of_another_form_is_refused(blobs: Path, sources: Path, entries: dict[str, Any]) -> None:
+    change_manifest(blobs, **entries)
+    with pytest.raises(ShaderError):
+        KernelRegistry(blobs, sources).get("copy_words")

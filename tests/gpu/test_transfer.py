@@ -78,6 +78,9 @@ def test_one_uploader_fills_several_storages(device: Device) -> None:
         (2, np.zeros(1, np.uint32)),
         (60, np.zeros(2, np.uint32)),
         (68, np.zeros(0, np.uint32)),
+        (-4, np.zeros(1, np.uint32)),
+        (0, np.zeros(3, np.uint8)),
+        (0, np.zeros(3, np.float16)),
     ],
 )
 def test_a_piece_that_does_not_fit_is_refused(device: Device, start: int, values: NDArray[Any]) -> None:

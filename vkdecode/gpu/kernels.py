@@ -98,15 +98,21 @@ class KernelRegistry:
         entry = self._manifest["kernels"].get(key)
         if entry is None:
             raise ShaderError(f"there is no kernel '{key}'; if its shader was just written, {_REBUILD}")
-        path = self._blobs / entry["file"]
+        try:
+            path = self._blobs / entry["file"]
+            digest, push, spec = entry["sha256"], tuple(entry["push"]), tuple(entry["spec"])
+            bindings = tuple(Binding(one["name"], one["access"]) for one in entry["bindings"])
+        except (KeyError, TypeError) as error:
+            raise ShaderError(
+                f"the manifest's entry for kernel '{key}' is not one of this version; {_REBUILD}"
+            ) from error
         try:
             code = path.read_bytes()
         except OSError as error:
             raise ShaderError(f"compiled shader {path.name} is missing; {_REBUILD}") from error
-        if hashlib.sha256(code).hexdigest() != entry["sha256"]:
+        if hashlib.sha256(code).hexdigest() != digest:
             raise ShaderError(f"compiled shader {path.name} is damaged; {_REBUILD}")
-        bindings = tuple(Binding(one["name"], one["access"]) for one in entry["bindings"])
-        return Kernel(key, code, bindings, tuple(entry["push"]), tuple(entry["spec"]))
+        return Kernel(key, code, bindings, push, spec)
 
 
 def _read_manifest(blobs: Path) -> dict[str, Any]:
@@ -116,7 +122,7 @@ def _read_manifest(blobs: Path) -> dict[str, Any]:
         raise ShaderError(
             f"the shaders are not compiled (no readable manifest.json in {blobs.name}/); {_REBUILD}"
         ) from error
-    if not isinstance(manifest, dict) or not {"build", "kernels"} <= manifest.keys():
+    if not isinstance(manifest, dict) or not all(isinstance(manifest.get(part), dict) for part in ("build", "kernels")):
         raise ShaderError(f"the manifest of compiled shaders is not one of this version; {_REBUILD}")
     return manifest
 

@@ -89,9 +89,10 @@ class Algorithm:
 
     def operation(self, push: Mapping[str, int]) -> Any:
         """The Kompute operation that dispatches this algorithm with these push constants."""
+        values = self.kernel.push_values(push)
         if not self._push_size:
             return self._kp.OpAlgoDispatch(self.handle)
-        return self._kp.OpAlgoDispatch(self.handle, self.kernel.push_values(push))
+        return self._kp.OpAlgoDispatch(self.handle, values)
 
 
 def check_dispatch(
@@ -103,6 +104,7 @@ def check_dispatch(
 ) -> None:
     """Refuse a dispatch that Vulkan or Kompute would take silently and get wrong; raises like `Algorithm`."""
     limits = device.info.limits
+    kernel.spec_values(spec)
     if len(storages) != len(kernel.bindings):
         raise ShaderError(f"kernel '{kernel.key}' binds {len(kernel.bindings)} storages, {len(storages)} were given")
     for binding, storage in zip(kernel.bindings, storages, strict=True):

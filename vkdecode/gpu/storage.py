@@ -126,9 +126,10 @@ class Storage:
 
     def write(self, values: NDArray[Any]) -> None:
         """Put values (as many bytes as the storage has, or fewer from its start) into the host-visible words."""
-        words = np.ascontiguousarray(values).view(np.uint32).ravel()
-        if words.nbytes > self.nbytes:
-            raise InvalidInputError(f"{words.nbytes} bytes do not fit a storage of {self.nbytes} bytes")
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        if data.size % 4 or data.size > self.nbytes:
+            raise InvalidInputError(f"{data.size} bytes do not fit a storage of {self.nbytes} bytes as whole words")
+        words = data.view(np.uint32)
         self.data.view(np.uint32)[: words.size] = words
 
     def close(self) -> None:

@@ -34,11 +34,12 @@ class Uploader:
             InvalidInputError: the piece does not fit or is not made of whole words.
 
         """
-        words = np.ascontiguousarray(values).reshape(-1).view(np.uint32)
-        if start_byte % 4 or start_byte + words.nbytes > target.nbytes:
+        data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        if data.size % 4 or start_byte % 4 or not 0 <= start_byte <= target.nbytes - data.size:
             raise InvalidInputError(
-                f"{words.nbytes} bytes at {start_byte} do not fit a storage of {target.nbytes} bytes"
+                f"{data.size} bytes at {start_byte} do not fit a storage of {target.nbytes} bytes as whole words"
             )
+        words = data.view(np.uint32)
         step = self._host.nbytes // 4
         for first in range(0, words.size, step):
             piece = words[first : first + step]
