@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,9 @@ from vkdecode.models import Model
 
 # Helper modules lie beside the tests of pure logic; other folders use them too.
 sys.path.insert(0, str(Path(__file__).with_name("pure")))
+
+# Started in the background, as some CI runners do, a process ignores Ctrl-C, and so would what the tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TINY = Path(__file__).with_name("data") / "tiny"
 TinyModels = Callable[..., Model]
