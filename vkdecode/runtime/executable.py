@@ -139,8 +139,12 @@ class Executable:
             )
 
     def read(self, node: NodeId) -> NDArray[np.float32]:
-        """A copy of a target's values, flat, after a submission."""
-        return np.array(self.storage(node).data, np.float32)
+        """A copy of a target's values, flat, after a submission.
+
+        A storage is rounded up to 16 bytes; what is behind the values is left out.
+        """
+        count = self.plan.slot_bytes[self.plan.slots[node]] // 4
+        return np.array(self.storage(node).data[:count], np.float32)
 
     def close(self) -> None:
         """Give the activations back and let go of the constants."""
