@@ -24,7 +24,7 @@ from vkdecode.gpu import (
     list_devices,
     registry,
 )
-from vkdecode.gpu.lanes import subgroup_check
+from vkdecode.gpu.self_check import subgroup_check
 from vkdecode.weights.dtypes import DType
 
 

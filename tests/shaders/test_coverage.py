@@ -10,6 +10,7 @@ import test_kernel_linear
 import test_kernel_moves
 import test_kernel_norm
 import test_kernel_rope
+import test_kernel_self_check
 
 from vkdecode.gpu import registry
 
@@ -22,6 +23,7 @@ MODULES = (
     test_kernel_moves,
     test_kernel_norm,
     test_kernel_rope,
+    test_kernel_self_check,
 )
 
 

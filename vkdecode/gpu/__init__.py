@@ -3,8 +3,9 @@
 from vkdecode.gpu.choice import best_device, find_device, open_device
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
-from vkdecode.gpu.lanes import Lanes, choose_lanes
+from vkdecode.gpu.lanes import Lanes, choose_lanes, shared_lanes, subgroup_lanes
 from vkdecode.gpu.recorder import Algorithm, Recording, Run, Step, Sync, Upload
+from vkdecode.gpu.self_check import SelfCheck, run_self_check
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
 from vkdecode.gpu.transfer import Uploader, read_words
 from vkdecode.gpu.vulkan_info import DeviceInfo, Limits, list_devices
@@ -21,6 +22,7 @@ __all__ = [
     "Limits",
     "Recording",
     "Run",
+    "SelfCheck",
     "Step",
     "Storage",
     "StorageKind",
@@ -34,4 +36,7 @@ __all__ = [
     "open_device",
     "read_words",
     "registry",
+    "run_self_check",
+    "shared_lanes",
+    "subgroup_lanes",
 ]

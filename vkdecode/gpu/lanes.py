@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 from vkdecode.errors import DeviceError, VkDecodeWarning
 from vkdecode.gpu.device import Device
-from vkdecode.gpu.kernels import registry
-from vkdecode.gpu.recorder import Algorithm, Recording, Run, Sync
-from vkdecode.gpu.storage import StorageKind
-from vkdecode.weights.dtypes import DType
+from vkdecode.gpu.self_check import run_self_check, subgroups_usable
+from vkdecode.gpu.vulkan_info import DeviceInfo
 
 
 @dataclass(frozen=True)
@@ -44,39 +42,41 @@ def choose_lanes(device: Device, form: str = "auto") -> Lanes:
 
     A CPU driver runs one workgroup per thread and has no shared memory of its own, so few one-subgroup workgroups are
     fastest there; a GPU hides latency with many, and Vulkan does not promise full subgroups without an extension
-    Kompute
-    cannot enable.
+    Kompute cannot enable.
 
     Raises:
-        DeviceError: `form` is `subgroup` and the device fails the check.
+        DeviceError: the device fails the self-check in what every kernel relies on, or `form` is `subgroup` and
+            subgroups fail it.
 
     """
-    size = device.info.subgroup_size
-    usable = device.info.subgroup_ops and 4 <= size <= 64 and size & (size - 1) == 0
-    if form == "subgroup" or (form == "auto" and device.info.kind == "cpu" and usable):
-        if usable and subgroup_check(device, size):
-            return Lanes("subgroup", size, size, 4, 4 * (os.cpu_count() or 1))
-        if form == "subgroup":
-            raise DeviceError(
-                f"device {device.info} does not run workgroups of {size} invocations as one full subgroup"
-            )
+    shared = shared_lanes(device.info)
+    check = run_self_check(device, shared.workgroup)
+    if not (check.shared and check.numbers):
+        wrong = "; ".join(line for line in check.details if not line.startswith("subgroup"))
+        raise DeviceError(
+            f"device {device.info} fails the self-check and would give wrong answers ({wrong}); update its driver "
+            "or choose another device"
+        )
+    if form == "subgroup" and not check.subgroup:
+        size = device.info.subgroup_size
+        raise DeviceError(f"device {device.info} does not run workgroups of {size} invocations as one full subgroup")
+    if form == "subgroup" or (form == "auto" and device.info.kind == "cpu" and subgroups_usable(device.info)):
+        if check.subgroup:
+            return subgroup_lanes(device.info)
         warnings.warn(
             f"subgroups of {device.info.name} fail the self-check, using shared memory", VkDecodeWarning, stacklevel=2
         )
-    invocations = min(
-        device.info.limits.max_compute_work_group_invocations, device.info.limits.max_compute_work_group_size[0], 256
-    )
+    return shared
+
+
+def subgroup_lanes(info: DeviceInfo) -> Lanes:
+    """The shape of kernels whose workgroup is one subgroup."""
+    return Lanes("subgroup", info.subgroup_size, info.subgroup_size, 4, 4 * (os.cpu_count() or 1))
+
+
+def shared_lanes(info: DeviceInfo) -> Lanes:
+    """The shape of kernels that assume nothing about subgroups, within the device's limits."""
+    invocations = min(info.limits.max_compute_work_group_invocations, info.limits.max_compute_work_group_size[0], 256)
     tile = min(32, 1 << (invocations.bit_length() - 1))
     split = 1 << ((invocations // tile).bit_length() - 1)
-    return Lanes("shared", tile, tile * split, 2, 4 * (os.cpu_count() or 1) if device.info.kind == "cpu" else 0)
-
-
-def subgroup_check(device: Device, size: int) -> bool:
-    """Whether a workgroup of `size` invocations is one full subgroup whose sum, maximum and shuffle are right."""
-    result = device.allocate(4 * size, DType.U32, StorageKind.STAGED)
-    result.data[:] = 0
-    algorithm = Algorithm(device, registry().get("subgroup_check"), [result], {"WORKGROUP": size}, (1, 1, 1))
-    Recording(device, [Run(algorithm), Sync((result,))]).submit()
-    good = bool((result.data[:size] == 1).all())
-    result.close()
-    return good
+    return Lanes("shared", tile, tile * split, 2, 4 * (os.cpu_count() or 1) if info.kind == "cpu" else 0)
