@@ -1,4 +1,4 @@
-"""The `vkdecode` command: devices, generate, chat.
+"""The `vkdecode` command: devices, generate, chat, bench, doctor.
 
 Heavy imports wait until a command needs them, so that `vkdecode --help` is quick and works without a Vulkan loader.
 Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 70 a fault of this program, 130 Ctrl-C.
@@ -233,6 +233,43 @@ def bench(
     for row in rows:
         table.add_row(row.group, row.name, f"{row.milliseconds:.1f}", f"{row.tokens_per_second:.1f}")
     Console().print(table)
+
+
+@app.command()
+def doctor(
+    device: DeviceOption = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="MODEL", help="Try this model too: a folder or a .gguf file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON, for a bug report.")] = False,
+) -> None:
+    """Check that a device computes what it should.
+
+    Holds kernels and a tiny model against numpy, moves bytes, takes and gives back memory. Ends with 1 where
+    anything is at fault.
+    """
+    from rich.console import Console
+
+    from vkdecode.doctor import examine
+    from vkdecode.gpu import open_device
+
+    with ExitStack() as stack:
+        opened = stack.enter_context(open_device(device))
+        status = Console(stderr=True).status("checking")
+        if sys.stderr.isatty():
+            stack.enter_context(status)
+        report = examine(opened, model, status.update)
+    if as_json:
+        import json
+
+        print(json.dumps(report.as_json(), indent=2))
+    else:
+        Console(width=None if sys.stdout.isatty() else 200).print(report.table())
+    if report.faults:
+        _say(report.verdict())
+        raise typer.Exit(1)
+    if not as_json:
+        print(report.verdict())
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None) -> SamplingParams:

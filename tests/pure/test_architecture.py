@@ -21,6 +21,7 @@ FLOORS = {
     "conversation": 6,
     "loading": 6,
     "bench": 7,
+    "doctor": 7,
     "token_loop": 6,
     "token_model": 6,
     "text": 6,
