@@ -182,7 +182,7 @@ def build(force: bool) -> str:
     shaders = [parse_shader(path) for path in sorted(SOURCES.glob("*.comp"))]
     jobs = [(shader, variant) for shader in shaders for variant in shader.variants]
     OUTPUT.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=OUTPUT.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=OUTPUT) as folder:
         scratch = Path(folder)
         with ThreadPoolExecutor() as pool:
             entries = list(pool.map(lambda job: compile_one(job[0], job[1], scratch), jobs))
