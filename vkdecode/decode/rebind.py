@@ -96,7 +96,7 @@ def check_rebind(
                 return RebindRefusal(RESIDENCY_DIFFERS, layer, which, location, offered.location)
             # A device opened twice is two devices to Vulkan, at one location.
             if offered.device is not baked[node].device:
-                return RebindRefusal(RESIDENCY_DIFFERS, layer, which, baked[node].device, offered.device)
+                return RebindRefusal(RESIDENCY_DIFFERS, layer, which, location, f"{location}, opened again")
             if interchange_key(offered) != interchange_key(baked[node]):
                 return RebindRefusal(STORAGE_DIFFERS, layer, which, repr(baked[node]), repr(offered))
             if any(offered is one for one in bound.values()):
