@@ -4,6 +4,7 @@ from vkdecode.gpu.choice import best_device, find_device, open_device
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
 from vkdecode.gpu.lanes import Lanes, choose_lanes, shared_lanes, subgroup_lanes
+from vkdecode.gpu.limits import check_buffer, check_dispatch, largest_buffer, storage_bytes
 from vkdecode.gpu.recorder import Algorithm, Recording, Run, Step, Sync, Upload
 from vkdecode.gpu.self_check import SelfCheck, run_self_check
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
@@ -30,13 +31,17 @@ __all__ = [
     "Upload",
     "Uploader",
     "best_device",
+    "check_buffer",
+    "check_dispatch",
     "choose_lanes",
     "find_device",
+    "largest_buffer",
     "list_devices",
     "open_device",
     "read_words",
     "registry",
     "run_self_check",
     "shared_lanes",
+    "storage_bytes",
     "subgroup_lanes",
 ]

@@ -9,14 +9,13 @@ import numpy as np
 
 from vkdecode.errors import ClosedError, DeviceError, InvalidInputError, OutOfDeviceMemoryError
 from vkdecode.gpu.kompute import load_kompute
+from vkdecode.gpu.limits import check_buffer, largest_buffer, storage_bytes
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
 from vkdecode.gpu.vulkan_info import DeviceInfo, list_devices
 from vkdecode.weights.dtypes import DType
 
 if TYPE_CHECKING:
     from vkdecode.gpu.lanes import Lanes
-
-_KOMPUTE_SIZE_LIMIT = 1 << 32
 
 
 class Device:
@@ -93,8 +92,12 @@ class Device:
     @property
     def largest_buffer_bytes(self) -> int:
         """Bytes that one storage buffer may have, by every limit."""
-        limits = self.info.limits
-        return min(limits.max_storage_buffer_range_bytes, limits.max_memory_allocation_bytes, _KOMPUTE_SIZE_LIMIT - 16)
+        return largest_buffer(self.info)
+
+    @property
+    def free_allocations(self) -> int:
+        """Allocations that the device still allows; a storage with a host-visible twin takes two."""
+        return max(self.info.limits.max_memory_allocation_count - self._allocations, 0)
 
     @property
     def free_bytes(self) -> int:
@@ -114,15 +117,9 @@ class Device:
         """
         if nbytes <= 0:
             raise InvalidInputError(f"a storage needs a positive size, not {nbytes} bytes")
-        nbytes = -(-nbytes // 16) * 16
-        limits = self.info.limits
-        for name, limit in (
-            ("maxStorageBufferRange", limits.max_storage_buffer_range_bytes),
-            ("maxMemoryAllocationSize", limits.max_memory_allocation_bytes),
-            ("Kompute's buffer size", _KOMPUTE_SIZE_LIMIT - 1),
-        ):
-            if nbytes > limit:
-                raise DeviceError(f"a buffer of {nbytes} bytes exceeds {name} of device {self.info}, {limit} bytes")
+        nbytes = storage_bytes(nbytes)
+        check_buffer(self.info, nbytes)
+        most_allocations = self.info.limits.max_memory_allocation_count
         with self.lock:
             manager = self.manager
             copies = 2 if kind is StorageKind.STAGED else 1
@@ -132,9 +129,9 @@ class Device:
                     f"{self._allocated} of {self.info.heap_bytes} bytes "
                     "are taken; use a smaller context or a smaller model"
                 )
-            if self._allocations + copies > limits.max_memory_allocation_count:
+            if self._allocations + copies > most_allocations:
                 raise OutOfDeviceMemoryError(
-                    f"device {self.info} allows {limits.max_memory_allocation_count} allocations and all are taken"
+                    f"device {self.info} allows {most_allocations} allocations and all are taken"
                 )
             element = np.float32 if dtype is DType.F32 else np.uint32
             shape_only = np.empty(nbytes // 4, element)
@@ -149,9 +146,11 @@ class Device:
             return Storage(tensor, self, dtype, nbytes, kind, encoding)
 
     def _give_back(self, kind: StorageKind, nbytes: int) -> None:
-        copies = 2 if kind is StorageKind.STAGED else 1
-        self._allocated -= nbytes * copies
-        self._allocations -= copies
+        # A storage may be collected in any thread.
+        with self.lock:
+            copies = 2 if kind is StorageKind.STAGED else 1
+            self._allocated -= nbytes * copies
+            self._allocations -= copies
 
     def close(self) -> None:
         """Free everything on the device; using what lived there raises `ClosedError` from then on."""

@@ -17,6 +17,7 @@ import numpy as np
 from vkdecode.errors import ClosedError, DeviceError, ShaderError
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Kernel
+from vkdecode.gpu.limits import check_dispatch
 from vkdecode.gpu.storage import Storage, StorageKind
 
 
@@ -70,7 +71,8 @@ class Algorithm:
         spec: Mapping[str, int],
         workgroups: tuple[int, int, int],
     ) -> None:
-        check_dispatch(device, kernel, storages, spec, workgroups)
+        _check_storages(device, kernel, storages)
+        check_dispatch(device.info, kernel, spec, workgroups, [storage.nbytes for storage in storages])
         self.kernel = kernel
         self.storages = tuple(storages)
         kp = device.kp
@@ -95,37 +97,12 @@ class Algorithm:
         return self._kp.OpAlgoDispatch(self.handle, values)
 
 
-def check_dispatch(
-    device: Device,
-    kernel: Kernel,
-    storages: Sequence[Storage],
-    spec: Mapping[str, int],
-    workgroups: tuple[int, int, int],
-) -> None:
-    """Refuse a dispatch that Vulkan or Kompute would take silently and get wrong; raises like `Algorithm`."""
-    limits = device.info.limits
-    kernel.spec_values(spec)
-    if len(storages) != len(kernel.bindings):
-        raise ShaderError(f"kernel '{kernel.key}' binds {len(kernel.bindings)} storages, {len(storages)} were given")
-    for binding, storage in zip(kernel.bindings, storages, strict=True):
+def _check_storages(device: Device, kernel: Kernel, storages: Sequence[Storage]) -> None:
+    for binding, storage in zip(kernel.bindings, storages, strict=False):
         if storage.closed:
             raise ClosedError(f"kernel '{kernel.key}': the storage for '{binding.name}' was closed")
         if storage.device is not None and storage.device is not device:
             raise DeviceError(f"kernel '{kernel.key}': '{binding.name}' lives on {storage.device!r}, not on {device!r}")
-        _within(device, "maxStorageBufferRange", storage.nbytes, limits.max_storage_buffer_range_bytes)
-    _within(device, "maxPerStageDescriptorStorageBuffers", len(storages), limits.max_storage_buffers_per_stage)
-    _within(device, "maxPushConstantsSize", 4 * len(kernel.push), limits.max_push_constants_bytes)
-    _within(device, "maxComputeWorkGroupInvocations", spec["WORKGROUP"], limits.max_compute_work_group_invocations)
-    _within(device, "maxComputeWorkGroupSize[0]", spec["WORKGROUP"], limits.max_compute_work_group_size[0])
-    for axis, (count, limit) in enumerate(zip(workgroups, limits.max_compute_work_group_count, strict=True)):
-        _within(device, f"maxComputeWorkGroupCount[{axis}]", count, limit)
-        if count < 1:
-            raise ShaderError(f"kernel '{kernel.key}': {count} work groups on axis {axis}")
-
-
-def _within(device: Device, name: str, value: int, limit: int) -> None:
-    if value > limit:
-        raise DeviceError(f"{value} exceeds {name} of device {device.info}, which is {limit}")
 
 
 class Recording:

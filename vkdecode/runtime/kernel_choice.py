@@ -30,6 +30,8 @@ _WORKGROUP = 64
 _ATTENTION_WORKGROUP = 64
 _TOKEN_TILE = 8
 _MOST_QUERIES = 4
+# The most that Vulkan promises on an axis; some devices allow no more.
+_MOST_WORKGROUPS = 65535
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     tiles = -(-rows // lanes.tile) * (2 if paired else 1)
     blocks = -(-tiles // lanes.row_tiles)
     wanted = lanes.wanted_workgroups if tokens == 1 else lanes.wanted_workgroups // 2
-    groups = max(1, -(-blocks // wanted)) if wanted else 1
+    groups = -(-blocks // min(wanted or _MOST_WORKGROUPS, _MOST_WORKGROUPS))
     split = lanes.workgroup // lanes.tile
     chunk = pack_width(spec.dtype) * split * (32 // split if token_tile == 1 else 1)
     rope = attrs.rope or RopeAttrs(1, 0, 2, 2)
@@ -185,7 +187,7 @@ def _over_columns(node: Node) -> tuple[int, int, int]:
 def _elementwise(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     count = math.prod(node.shape)
     groups = -(-count // _WORKGROUP)
-    width = min(groups, 65535)
+    width = min(groups, _MOST_WORKGROUPS)
     kernel = registry().get("elementwise", OP=node.op.value)
     bindings = (node.inputs[0], node.id, *node.inputs[1:])
     return Choice(kernel, bindings, {"WORKGROUP": _WORKGROUP, "COUNT": count}, (width, -(-groups // width), 1), {})
