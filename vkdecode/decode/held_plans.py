@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from vkdecode.decode.kv_cache import KvCache
+from vkdecode.decode.kv_cache import KvCache, KvGeometry
 from vkdecode.decode.session import DecodeSession, PlanValidity
 from vkdecode.decode.step_graph import DecodeModel, StepOptions
 from vkdecode.errors import InvalidInputError
 from vkdecode.gpu import Storage, StorageKind
-from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec
-from vkdecode.runtime import InferenceContext, StorageCache
+from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec, splice_host_copy
+from vkdecode.runtime import InferenceContext, Plan, StorageCache, lower, optimize_for
 
 _PREFILL_DISPATCHES = 10
 
@@ -79,10 +79,9 @@ def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context
             cache[node] = _constant_storage(model, graph, node, kv)
         return cache
 
-    per_segment = 0 if options.seq == 1 else _PREFILL_DISPATCHES
     try:
         prebuilt, cache = context.prebuild_optimized_as_with_env(
-            step.graph, step.logits, step.effects, bind, per_segment
+            step.graph, step.logits, step.effects, bind, _dispatches_per_segment(options)
         )
     except BaseException:
         for node in cache:
@@ -107,6 +106,19 @@ def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context
     )
 
 
+def plan_step(model: DecodeModel, options: StepOptions, geometry: KvGeometry) -> tuple[Graph, Plan]:
+    """The optimized graph and the plan that `build_session` would realize; nothing is allocated.
+
+    Raises:
+        VkDecodeError: no kernel has a geometry, or not even a part of a weight fits a storage buffer.
+
+    """
+    step = model.build_step(options, geometry)
+    target = splice_host_copy(step.graph, step.logits)
+    optimized = optimize_for(model.device, step.graph, (target, *step.effects))
+    return step.graph, lower(step.graph, optimized, model.lanes, _dispatches_per_segment(options))
+
+
 def take_session(context: InferenceContext, options: StepOptions) -> DecodeSession | None:
     """The held session for these options, out of the context while it runs."""
     if options.seq > 1:
@@ -129,6 +141,10 @@ def put_session(context: InferenceContext, options: StepOptions, session: Decode
         context.held[options] = session
     else:
         context.put_decode_session(session)
+
+
+def _dispatches_per_segment(options: StepOptions) -> int:
+    return 0 if options.seq == 1 else _PREFILL_DISPATCHES
 
 
 def _constant_storage(model: DecodeModel, graph: Graph, node_id: NodeId, kv: KvCache) -> Storage:

@@ -125,8 +125,7 @@ def prepare(
         return
     _check_fits(model, prompt_tokens, kv, context)
     with model.device.lock:
-        chunks = [*_chunks(model, prompt_tokens, mode, "last", context.held), *_chunks(model, 1, mode, "last")]
-        for options in dict.fromkeys(chunk.options for chunk in chunks):
+        for options in prompt_steps(model, prompt_tokens, mode, context.held):
             session = held_session(model, options, kv, context)
             try:
                 if mode.rung == "captured" and _capture(session, context.stats):
@@ -135,6 +134,15 @@ def prepare(
                 session.close()
                 raise
             put_session(context, options, session)
+
+
+def prompt_steps(
+    model: DecodeModel, tokens: int, mode: DecodeMode | None = None, held: Collection[object] = ()
+) -> tuple[StepOptions, ...]:
+    """The steps, each once, that a prompt of this many tokens and the decoding after it take."""
+    mode = mode or DecodeMode()
+    chunks = [*_chunks(model, tokens, mode, "last", held), *_chunks(model, 1, mode, "last")]
+    return tuple(dict.fromkeys(chunk.options for chunk in chunks))
 
 
 def step_data(model: DecodeModel, session: DecodeSession, ids: NDArray[np.uint32], cached_len: int) -> DecodeTokenData:
@@ -238,12 +246,15 @@ def _chunks(
     kv_offset = mode.kv_offset or model.default_kv_offset
     arm = mode.arm or ("bounded" if kv_offset == "device" else "masked")
     sizes = (_ALL_LOGITS_CHUNK,) if logits == "all" else CHUNK_SIZES
+    most = model.most_step_tokens(logits)
+    sizes = tuple(size for size in sizes if size <= most)
     start = 0
     while start < tokens:
         remaining = tokens - start
-        if remaining == 1:
-            yield _Chunk(StepOptions(1, "last", kv_offset, arm), start, tokens)
-            return
+        if remaining == 1 or not sizes:
+            yield _Chunk(StepOptions(1, "last", kv_offset, arm), start, start + 1)
+            start += 1
+            continue
         wanted = logits if logits == "all" or remaining <= sizes[-1] else "none"
         fitting = [StepOptions(size, wanted, kv_offset, arm) for size in sizes if size >= remaining]
         fitting = fitting or [StepOptions(sizes[-1], wanted, kv_offset, arm)]

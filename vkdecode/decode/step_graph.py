@@ -91,6 +91,10 @@ class DecodeModel(Protocol):
         """`device` or `symenv`."""
         ...
 
+    def most_step_tokens(self, logits: str) -> int:
+        """How many tokens a step may have room for, so that no activation exceeds the device's storage buffers."""
+        ...
+
     def kv_geometry(self, max_seq_len: int, dtype: str) -> KvGeometry:
         """The shape of a cache for this model."""
         ...

@@ -26,11 +26,12 @@ from vkdecode.decode import (
 )
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device, Lanes, open_device
-from vkdecode.graph import Op, WeightSpec
+from vkdecode.graph import WeightSpec
 from vkdecode.models.config import DecoderConfig
+from vkdecode.models.memory import MemoryReport, check_kv_cache, memory_report, plan_load
 from vkdecode.models.registry import architecture_of
 from vkdecode.models.tensors import HELD_DTYPES, TensorTable
-from vkdecode.runtime import InferenceContext, WeightStore, optimize_for
+from vkdecode.runtime import InferenceContext, WeightStore
 from vkdecode.weights import DType, WeightSource
 
 Progress = Callable[[int, int], None]
@@ -65,7 +66,8 @@ class Model:
         self.weight_store = WeightStore(device, device.lanes, source.path)
         self._owns_device = False
         self._closed = False
-        self.weight_store.load(self.weight_specs(), progress)
+        self._plan = plan_load(self)
+        self.weight_store.load(self._plan.weights, progress)
 
     @property
     def lanes(self) -> Lanes:
@@ -84,10 +86,26 @@ class Model:
 
     def weight_specs(self) -> list[WeightSpec]:
         """The weight constants of the optimized decode step; every other step uses the same ones."""
-        step = self.build_step(StepOptions(1, "last", self.default_kv_offset, "bounded"), self.kv_geometry(1, "f32"))
-        roots = optimize_for(self.device, step.graph, (step.logits, *step.effects)).roots
-        nodes = (step.graph.node(one) for one in step.graph.reachable(roots))
-        return [step.graph.attrs(node.id, WeightSpec) for node in nodes if node.op is Op.WEIGHT]
+        return list(self._plan.weights)
+
+    def most_step_tokens(self, logits: str) -> int:
+        """How many tokens a step may have room for, so that no activation exceeds the device's storage buffers."""
+        return self._plan.most_tokens_of_all_logits if logits == "all" else self._plan.most_tokens
+
+    def memory_report(self, max_seq_len: int | None = None, kv_dtype: str = "f32") -> MemoryReport:
+        """The bytes that the model takes on its device, part by part; computed from plans, nothing is allocated.
+
+        Args:
+            max_seq_len: rows of the KV cache; None for the model's max_position_embeddings.
+            kv_dtype: `f32` or `f16`.
+
+        Raises:
+            InvalidInputError: the length is not positive or the dtype unknown.
+
+        """
+        rows = self.config.max_position_embeddings if max_seq_len is None else max_seq_len
+        _check_cache(rows, kv_dtype)
+        return memory_report(self, self._plan.weights, rows, kv_dtype)
 
     def kv_geometry(self, max_seq_len: int, dtype: str) -> KvGeometry:
         """The shape of a cache for this model."""
@@ -115,15 +133,16 @@ class Model:
 
         Raises:
             InvalidInputError: the length is not positive or the dtype unknown.
-            OutOfDeviceMemoryError: it does not fit.
+            DeviceError: one layer's rows exceed what a storage buffer may have; the largest length is named.
+            OutOfDeviceMemoryError: it does not fit the memory; the largest length that does is named.
 
         """
         self.check_open()
-        if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
-            raise InvalidInputError(f"max_seq_len must be a positive integer, not {max_seq_len!r}")
-        if dtype not in ("f32", "f16"):
-            raise InvalidInputError(f"a KV cache is 'f32' or 'f16', not {dtype!r}")
-        return KvCache(self.device, self.kv_geometry(max_seq_len, dtype))
+        _check_cache(max_seq_len, dtype)
+        geometry = self.kv_geometry(max_seq_len, dtype)
+        with self.device.lock:
+            check_kv_cache(self, self._plan.weights, geometry)
+            return KvCache(self.device, geometry)
 
     def forward(
         self, token_ids: Sequence[int] | NDArray[np.integer], kv: KvCache, logits: str = "last"
@@ -180,6 +199,13 @@ class Model:
         return f"Model({self.path.name}, {self.device.info.name}{', closed' if self._closed else ''})"
 
 
+def _check_cache(max_seq_len: int, dtype: str) -> None:
+    if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
+        raise InvalidInputError(f"max_seq_len must be a positive integer, not {max_seq_len!r}")
+    if dtype not in ("f32", "f16"):
+        raise InvalidInputError(f"a KV cache is 'f32' or 'f16', not {dtype!r}")
+
+
 def load_model(
     source: WeightSource,
     device: Device | int | str | None = None,
@@ -195,7 +221,8 @@ def load_model(
         progress: called with bytes uploaded and bytes in all.
 
     Raises:
-        VkDecodeError: the model, its tensors or the device do not allow it; what was taken is given back.
+        DeviceError: the device's limits or memory do not allow it, with the numbers; nothing was uploaded.
+        VkDecodeError: the model or its tensors do not allow it; what was taken is given back.
 
     """
     held = {dtype.value: dtype for dtype in HELD_DTYPES}

@@ -2,6 +2,7 @@
 
 from vkdecode.runtime.context import InferenceContext, Prebuilt, Stats, optimize_for
 from vkdecode.runtime.executable import Executable, StorageCache
+from vkdecode.runtime.footprint import PlanFootprint, check_plan, footprint, weight_constants, weights_bytes
 from vkdecode.runtime.order import Hazard, OrderStep, plan_order
 from vkdecode.runtime.plan import Dispatch, Plan, buffer_of, check_topology, lower
 from vkdecode.runtime.weight_store import WeightStore
@@ -13,13 +14,18 @@ __all__ = [
     "InferenceContext",
     "OrderStep",
     "Plan",
+    "PlanFootprint",
     "Prebuilt",
     "Stats",
     "StorageCache",
     "WeightStore",
     "buffer_of",
+    "check_plan",
     "check_topology",
+    "footprint",
     "lower",
     "optimize_for",
     "plan_order",
+    "weight_constants",
+    "weights_bytes",
 ]

@@ -13,8 +13,9 @@ from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device
 from vkdecode.graph import FUSIONS, Fusion, Graph, NodeId, OptimizedGraph, SymEnv, optimize_graph, splice_host_copy
 from vkdecode.runtime.executable import Executable, StorageCache
+from vkdecode.runtime.footprint import check_plan
 from vkdecode.runtime.plan import WORK_PER_SUBMISSION, buffer_of, check_topology, lower
-from vkdecode.runtime.weight_store import most_units
+from vkdecode.runtime.weight_layout import most_units
 
 
 @dataclass
@@ -40,7 +41,8 @@ def optimize_for(
     device: Device, graph: Graph, roots: tuple[NodeId, ...], fusions: Sequence[Fusion] = FUSIONS
 ) -> OptimizedGraph:
     """Optimize a graph for a device: placed on it, and with no weight larger than its buffers may be."""
-    return optimize_graph(graph, roots, device.location, fusions=fusions, most_units=most_units(device))
+    most = most_units(device.largest_buffer_bytes, device.lanes.block_rows)
+    return optimize_graph(graph, roots, device.location, fusions=fusions, most_units=most)
 
 
 class Closable(Protocol):
@@ -102,12 +104,16 @@ class InferenceContext:
             bind: gives the storages of the constants that the plan needs.
             dispatches_per_segment: most dispatches of one submission; 0 for all in one.
 
+        Raises:
+            DeviceError: the plan breaks a limit of the device; nothing was bound or allocated.
+
         """
         if self._closed:
             raise ClosedError("this InferenceContext was closed; make a new one")
         effective_target = splice_host_copy(graph, target)
         optimized = optimize_for(self.device, graph, (effective_target, *effects), self.fusions)
         plan = lower(graph, optimized, self.device.lanes, dispatches_per_segment, self._work_per_submission)
+        check_plan(graph, plan, self.device.info, self.device.lanes)
         cache = bind(graph, plan.constants)
         return Prebuilt(effective_target, optimized, Executable(self.device, plan, cache)), cache
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import ConfigError
-from vkdecode.graph import WeightSpec
+from vkdecode.graph import MostUnits, WeightSpec
 from vkdecode.weights.dtypes import DType
 
 Rows = NDArray[np.int64]
@@ -75,3 +75,22 @@ def packed_bytes(spec: WeightSpec, slots: int) -> int:
     """Bytes of a packed weight with this many row slots."""
     width = pack_width(spec.dtype)
     return slots * -(-spec.columns // width) * 16
+
+
+def weight_bytes(spec: WeightSpec, tile: int, block_rows: int) -> int:
+    """Bytes of a weight constant on the device, padding included."""
+    units = spec.units
+    rows = units if spec.order == "plain" else -(-units // tile) * tile * 2
+    slots = -(-rows // block_rows) * block_rows
+    return slots * 4 if spec.vector else packed_bytes(spec, slots)
+
+
+def most_units(buffer_bytes: int, block_rows: int) -> MostUnits:
+    """How many rows, or pairs of rows, of a weight a storage buffer of this size may hold; what splitting asks."""
+
+    def units(spec: WeightSpec) -> int:
+        slots = buffer_bytes // packed_bytes(spec, 1)
+        slots -= slots % block_rows
+        return slots if spec.order == "plain" else slots // 2
+
+    return units

@@ -10,23 +10,12 @@ from numpy.typing import NDArray
 
 from vkdecode.errors import ClosedError, ConfigError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Lanes, Storage, Uploader
-from vkdecode.graph import MostUnits, WeightSpec
-from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, row_slots
+from vkdecode.graph import WeightSpec
+from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, row_slots, weight_bytes
 from vkdecode.weights import DType, WeightSource, open_weights
 
 Progress = Callable[[int, int], None]
 _PIECE_BYTES = 8 << 20
-
-
-def most_units(device: Device) -> MostUnits:
-    """How many rows, or pairs of rows, of a weight one storage buffer may hold; what splitting asks."""
-
-    def units(spec: WeightSpec) -> int:
-        slots = device.largest_buffer_bytes // packed_bytes(spec, 1)
-        slots -= slots % device.lanes.block_rows
-        return slots if spec.order == "plain" else slots // 2
-
-    return units
 
 
 class WeightStore:
@@ -90,8 +79,7 @@ class WeightStore:
 
     def nbytes(self, spec: WeightSpec) -> int:
         """Bytes that a constant takes on the device."""
-        slots = row_slots(spec, self.lanes.tile, self.lanes.block_rows).size
-        return slots * 4 if spec.vector else packed_bytes(spec, slots)
+        return weight_bytes(spec, self.lanes.tile, self.lanes.block_rows)
 
     def close(self) -> None:
         """Let go of all weights; a plan that holds one keeps it alive until it is dropped."""

@@ -1,0 +1,98 @@
+"""What a plan takes of a device, and whether the device's limits allow it; from numbers alone, before any upload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from vkdecode.gpu import DeviceInfo, Lanes, check_buffer, check_dispatch, storage_bytes
+from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec
+from vkdecode.runtime.plan import Plan
+from vkdecode.runtime.weight_layout import weight_bytes
+
+
+@dataclass(frozen=True)
+class PlanFootprint:
+    """What an executable of a plan allocates beside weights and KV caches.
+
+    Attributes:
+        activations: bytes on the device of the activations and the data bound for each step.
+        staging: bytes of their host-visible twins.
+        allocations: how many allocations that takes.
+
+    """
+
+    activations: int = 0
+    staging: int = 0
+    allocations: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return self.activations + self.staging
+
+    def __add__(self, other: PlanFootprint) -> PlanFootprint:
+        return PlanFootprint(
+            self.activations + other.activations,
+            self.staging + other.staging,
+            self.allocations + other.allocations,
+        )
+
+
+def footprint(graph: Graph, plan: Plan) -> PlanFootprint:
+    """What an executable of this plan allocates: each slot and each data constant with its twin."""
+    data = [node for node in plan.constants if graph.node(node).op is Op.DATA]
+    sizes = [*plan.slot_bytes, *(_plain_bytes(graph, node) for node in data)]
+    total = sum(map(storage_bytes, sizes))
+    return PlanFootprint(total, total, 2 * len(sizes))
+
+
+def weight_constants(graph: Graph, plan: Plan) -> list[WeightSpec]:
+    """The weights that a plan binds, each once."""
+    found = (graph.attrs(node, WeightSpec) for node in plan.constants if graph.node(node).op is Op.WEIGHT)
+    return list(dict.fromkeys(found))
+
+
+def weights_bytes(specs: Iterable[WeightSpec], lanes: Lanes) -> int:
+    """Bytes that these weights take on the device."""
+    return sum(storage_bytes(weight_bytes(spec, lanes.tile, lanes.block_rows)) for spec in specs)
+
+
+def check_plan(graph: Graph, plan: Plan, info: DeviceInfo, lanes: Lanes) -> None:
+    """Refuse a plan that breaks a limit of the device.
+
+    Raises:
+        DeviceError: which buffer or kernel, which limit, and both numbers.
+
+    """
+    sizes = {node: plan.slot_bytes[slot] for node, slot in plan.slots.items()}
+    for node in plan.constants:
+        sizes[node] = _constant_bytes(graph, node, lanes)
+    for node, nbytes in sizes.items():
+        check_buffer(info, nbytes, _describe(graph, node))
+    for dispatch in plan.dispatches:
+        bound = [storage_bytes(sizes[node]) for node in dispatch.bindings]
+        check_dispatch(info, dispatch.kernel, dispatch.spec, dispatch.workgroups, bound)
+
+
+def _constant_bytes(graph: Graph, node_id: NodeId, lanes: Lanes) -> int:
+    if graph.node(node_id).op is Op.WEIGHT:
+        return weight_bytes(graph.attrs(node_id, WeightSpec), lanes.tile, lanes.block_rows)
+    return _plain_bytes(graph, node_id)
+
+
+def _plain_bytes(graph: Graph, node_id: NodeId) -> int:
+    node = graph.node(node_id)
+    return int(np.prod(node.shape, dtype=np.int64)) * node.dtype.itemsize
+
+
+def _describe(graph: Graph, node_id: NodeId) -> str:
+    node = graph.node(node_id)
+    if node.op is Op.WEIGHT:
+        return "the weight " + " + ".join(name or "zeros" for name in graph.attrs(node_id, WeightSpec).names)
+    if node.op is Op.KV:
+        slot = graph.attrs(node_id, KvAttrs)
+        return f"the {'KV'[slot.which]} cache of layer {slot.layer}, {node.shape[1]} rows,"
+    return f"the {node.op.value} buffer {list(node.shape)}"
