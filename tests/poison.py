@@ -1,0 +1,45 @@
+"""Fresh memory that holds NaN: what relies on zeroed memory gives a wrong answer under it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from vkdecode.gpu import Algorithm, Device, Recording, Run, Storage, StorageKind, Upload, registry
+from vkdecode.weights.dtypes import DType
+
+# NaN as float32 and in both halves as f16 and bf16; as an id or a count far out of range.
+POISON = np.uint32(0xFFFFFFFF)
+_WORKGROUP = 64
+
+
+def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Fill every storage that is allocated from now on, on the device and on the host; its sizes in the list."""
+    allocate = Device.allocate
+    poisoned: list[int] = []
+
+    def poisoning(device: Device, nbytes: int, dtype: DType, *args: Any, **kwargs: Any) -> Storage:
+        storage = allocate(device, nbytes, dtype, *args, **kwargs)
+        if storage.kind is StorageKind.DEVICE:
+            source = allocate(device, storage.nbytes, DType.U32, StorageKind.HOST)
+            source.data.view(np.uint32)[:] = POISON
+            _copy(device, source, storage)
+            source.close()
+        else:
+            storage.data.view(np.uint32)[:] = POISON
+            if storage.kind is StorageKind.STAGED:
+                Recording(device, [Upload((storage,))]).submit()
+        poisoned.append(storage.nbytes)
+        return storage
+
+    monkeypatch.setattr(Device, "allocate", poisoning)
+    return poisoned
+
+
+def _copy(device: Device, source: Storage, target: Storage) -> None:
+    words = target.nbytes // 4
+    groups = -(-words // _WORKGROUP)
+    copy = Algorithm(device, registry().get("copy_words"), [source, target], {"WORKGROUP": _WORKGROUP}, (groups, 1, 1))
+    Recording(device, [Run(copy, {"source_start": 0, "target_start": 0, "count": words})]).submit()
