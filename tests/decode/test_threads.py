@@ -1,0 +1,123 @@
+"""Several sessions on one device, in one thread and in two: each gets what it gets alone, to the bit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+
+import numpy as np
+import pytest
+from stepping import Logits, run, token_ids
+from tiny_llama import PATHS, TINY, golden
+
+from vkdecode.decode import DecodeMode
+from vkdecode.loading import load
+from vkdecode.models import Model
+from vkdecode.runtime import InferenceContext
+
+TinyModels = Callable[..., Model]
+TOKENS = 12
+
+
+def conversation(model: Model, ids: Sequence[int], mode: DecodeMode, wait: Callable[[], object]) -> list[Logits]:
+    """Logits of a prompt of 8 tokens and of every token after it, waiting for the other one before each."""
+    with InferenceContext(model.device) as context, closing(model.new_kv_cache(40)) as kv:
+        wait()
+        results = [run(model, ids[:8], kv, context, mode)]
+        for one in ids[8:]:
+            wait()
+            results.append(run(model, [one], kv, context, mode))
+        assert context.stats.plans_built == (TOKENS if mode.rung == "rebuild" else 1)
+    return results
+
+
+def both_ids(model: Model) -> tuple[Sequence[int], Sequence[int]]:
+    first, second = (token_ids(8 + TOKENS, model.vocab_size, seed) for seed in (1, 2))
+    return first, second
+
+
+def same(first: Sequence[Logits], second: Sequence[Logits]) -> bool:
+    return len(first) == len(second) and all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("rung", ["captured", "held", "rebuild"])
+@pytest.mark.parametrize(("kv_offset", "arm"), [PATHS[0], PATHS[2]])
+def test_two_threads_decode_on_one_device(llama: Model, kv_offset: str, arm: str, rung: str) -> None:
+    mode = DecodeMode(rung, kv_offset, arm)
+    ids = both_ids(llama)
+    alone = [conversation(llama, one, mode, lambda: None) for one in ids]
+    assert not same(*alone)
+    found: dict[int, list[Logits]] = {}
+    # Both start each token at the same moment.
+    gate = threading.Barrier(2, timeout=120)
+
+    def work(number: int) -> None:
+        try:
+            found[number] = conversation(llama, ids[number], mode, gate.wait)
+        except BaseException:
+            gate.abort()
+            raise
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(300)
+    assert sorted(found) == [0, 1]
+    assert all(same(found[number], alone[number]) for number in range(2))
+
+
+@pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
+def test_two_sessions_interleave_in_one_thread(tiny_models: TinyModels, llama: Model, kv_offset: str, arm: str) -> None:
+    """Of one model and of two, each token after one of the other's."""
+    mode = DecodeMode("captured", kv_offset, arm)
+    phi = tiny_models("phi", llama.device)
+    models = (llama, llama, phi)
+    ids = (*both_ids(llama), both_ids(phi)[0])
+    alone = [conversation(one, its, mode, lambda: None) for one, its in zip(models, ids, strict=True)]
+    found: list[list[Logits]] = [[] for _ in models]
+    with ExitStack() as stack:
+        contexts = [stack.enter_context(InferenceContext(llama.device)) for _ in models]
+        caches = [stack.enter_context(closing(one.new_kv_cache(40))) for one in models]
+        for step in range(TOKENS + 1):
+            for number, model in enumerate(models):
+                part = ids[number][:8] if step == 0 else [ids[number][7 + step]]
+                found[number].append(run(model, part, caches[number], contexts[number], mode))
+        assert [one.stats.plans_built for one in contexts] == [1, 1, 1]
+    assert all(same(a, b) for a, b in zip(found, alone, strict=True))
+
+
+def test_memory_is_counted_right_when_threads_give_it_back(llama: Model) -> None:
+    device = llama.device
+    before = device.allocated_bytes
+    gate = threading.Barrier(4, timeout=120)
+
+    def work() -> None:
+        gate.wait()
+        for _ in range(60):
+            llama.new_kv_cache(16).close()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join(300)
+    assert device.allocated_bytes == before
+
+
+def test_a_model_is_loaded_while_another_one_decodes(tiny_models: TinyModels, llama: Model) -> None:
+    ids = both_ids(llama)[0]
+    alone = conversation(llama, ids, DecodeMode(), lambda: None)
+    loaded: list[Logits] = []
+
+    def work() -> None:
+        with load(TINY / "phi", device=llama.device) as other, closing(other.new_kv_cache(24)) as kv:
+            loaded.append(other.forward([int(one) for one in golden("phi").input_ids], kv))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    found = conversation(llama, ids, DecodeMode(), lambda: None)
+    thread.join(300)
+    assert same(found, alone)
+    assert np.abs(loaded[0] - golden("phi").logits[-1]).max() <= 1e-4
