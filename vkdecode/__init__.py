@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from vkdecode.gpu import Device, DeviceInfo, DeviceLocation, Storage, list_devices
     from vkdecode.graph import SymEnv, SymId
     from vkdecode.loading import load
-    from vkdecode.models import Model
+    from vkdecode.models import MemoryReport, Model
     from vkdecode.runtime import InferenceContext
 
 _LAZY = {
@@ -69,7 +69,7 @@ _LAZY = {
     "vkdecode.gpu": ("Device", "DeviceInfo", "DeviceLocation", "Storage", "list_devices"),
     "vkdecode.graph": ("SymEnv", "SymId"),
     "vkdecode.loading": ("load",),
-    "vkdecode.models": ("Model",),
+    "vkdecode.models": ("MemoryReport", "Model"),
     "vkdecode.runtime": ("InferenceContext",),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
@@ -97,6 +97,7 @@ __all__ = [
     "KvCache",
     "KvLayer",
     "KvRebindSource",
+    "MemoryReport",
     "Model",
     "ModelFileError",
     "OutOfDeviceMemoryError",

@@ -245,9 +245,8 @@ def _chunks(
     """Cut a request into steps. A held plan with room to spare is preferred to building a smaller one."""
     kv_offset = mode.kv_offset or model.default_kv_offset
     arm = mode.arm or ("bounded" if kv_offset == "device" else "masked")
-    sizes = (_ALL_LOGITS_CHUNK,) if logits == "all" else CHUNK_SIZES
     most = model.most_step_tokens(logits)
-    sizes = tuple(size for size in sizes if size <= most)
+    sizes = [size for size in ((_ALL_LOGITS_CHUNK,) if logits == "all" else CHUNK_SIZES) if size <= most]
     start = 0
     while start < tokens:
         remaining = tokens - start

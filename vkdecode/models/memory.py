@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vkdecode.decode import CHUNK_SIZES, DecodeModel, KvGeometry, StepOptions, plan_step, prompt_steps
@@ -135,32 +135,37 @@ def check_kv_cache(model: DecodeModel, weights: Sequence[WeightSpec], geometry: 
     if storage_bytes(geometry.slot_bytes) > buffer:
         raise DeviceError(
             f"a layer's K of {geometry.slot_bytes} bytes exceeds the largest storage buffer of device {device.info}, "
-            f"{buffer} bytes; {_advice(geometry, buffer)}"
+            f"{buffer} bytes; {_advice(geometry.dtype, lambda dtype: buffer // _row_bytes(geometry, dtype))}"
         )
     needed = kv_bytes(geometry)
-    if needed <= device.free_bytes:
-        return
-    report = memory_report(model, weights, geometry.max_seq_len, geometry.dtype.value)
-    plans = report.total - report.weights - report.kv_cache
-    share = min(max(device.free_bytes - plans, 0) // (2 * geometry.num_layers), buffer)
-    raise OutOfDeviceMemoryError(
-        f"a KV cache of {geometry.max_seq_len} rows of {geometry.dtype.value} takes {needed} bytes, device "
-        f"{device.info} has {device.free_bytes} of {device.info.heap_bytes} free; {_advice(geometry, share)}"
-        f"{_lighter_weights(weights, model.lanes)}"
-    )
+    if needed > device.free_bytes:
+        advice = _advice(geometry.dtype, lambda dtype: _most_rows(model, replace(geometry, dtype=dtype)))
+        raise OutOfDeviceMemoryError(
+            f"a KV cache of {geometry.max_seq_len} rows of {geometry.dtype.value} takes {needed} bytes, device "
+            f"{device.info} has {device.free_bytes} of {device.info.heap_bytes} free; {advice}"
+            f"{_lighter_weights(weights, model.lanes)}"
+        )
 
 
-def _advice(geometry: KvGeometry, slot_bytes: int) -> str:
-    """Which lengths a slot of this many bytes has room for."""
+def _row_bytes(geometry: KvGeometry, dtype: DType) -> int:
+    return replace(geometry, max_seq_len=1, dtype=dtype).slot_bytes
 
-    def rows(dtype: DType) -> int:
-        row_bytes = replace(geometry, max_seq_len=1, dtype=dtype).slot_bytes
-        return slot_bytes // 16 * 16 // row_bytes
 
-    most = rows(geometry.dtype)
+def _most_rows(model: DecodeModel, geometry: KvGeometry) -> int:
+    """The longest cache that fits the free memory together with the plans that a prompt as long takes."""
+    best = 0
+    for longest in (geometry.max_seq_len, *(size + 1 for size in CHUNK_SIZES)):
+        report = memory_report(model, (), min(longest, geometry.max_seq_len), geometry.dtype.value)
+        left = max(model.device.free_bytes - (report.total - report.kv_cache), 0)
+        slot = min(left // (2 * geometry.num_layers), largest_buffer(model.device.info)) // 16 * 16
+        best = max(best, min(slot // _row_bytes(geometry, geometry.dtype), report.max_seq_len))
+    return best
+
+
+def _advice(dtype: DType, most_rows: Callable[[DType], int]) -> str:
+    most, half = most_rows(dtype), most_rows(DType.F16) if dtype is DType.F32 else 0
     fits = f"max_seq_len up to {most} fits" if most else "not even one row fits now"
-    half = f", up to {rows(DType.F16)} with dtype='f16'" if geometry.dtype is DType.F32 and rows(DType.F16) else ""
-    return f"use a smaller context ({fits}{half})"
+    return f"use a smaller context ({fits}{f', up to {half} with dtype={DType.F16.value!r}' if half else ''})"
 
 
 def _lighter_weights(weights: Sequence[WeightSpec], lanes: Lanes) -> str:

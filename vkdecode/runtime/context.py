@@ -41,7 +41,7 @@ def optimize_for(
     device: Device, graph: Graph, roots: tuple[NodeId, ...], fusions: Sequence[Fusion] = FUSIONS
 ) -> OptimizedGraph:
     """Optimize a graph for a device: placed on it, and with no weight larger than its buffers may be."""
-    most = most_units(device.largest_buffer_bytes, device.lanes.block_rows)
+    most = most_units(device.largest_buffer_bytes, device.lanes.block_rows, f"device {device.info}")
     return optimize_graph(graph, roots, device.location, fusions=fusions, most_units=most)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.errors import ConfigError
+from vkdecode.errors import ConfigError, DeviceError
 from vkdecode.graph import MostUnits, WeightSpec
 from vkdecode.weights.dtypes import DType
 
@@ -85,12 +85,24 @@ def weight_bytes(spec: WeightSpec, tile: int, block_rows: int) -> int:
     return slots * 4 if spec.vector else packed_bytes(spec, slots)
 
 
-def most_units(buffer_bytes: int, block_rows: int) -> MostUnits:
-    """How many rows, or pairs of rows, of a weight a storage buffer of this size may hold; what splitting asks."""
+def most_units(buffer_bytes: int, block_rows: int, where: str) -> MostUnits:
+    """How many rows, or pairs of rows, of a weight a storage buffer of this size may hold; what splitting asks.
+
+    The function that it returns raises `DeviceError`, naming `where`, if not even the smallest part fits: parts are
+    whole blocks of rows, and a rotary weight's are whole heads.
+    """
 
     def units(spec: WeightSpec) -> int:
-        slots = buffer_bytes // packed_bytes(spec, 1)
+        row_bytes = packed_bytes(spec, 1)
+        slots = buffer_bytes // row_bytes
         slots -= slots % block_rows
+        least = -(-spec.head_dim // block_rows) * block_rows if spec.order == "rope" else block_rows
+        if slots < least:
+            names = " + ".join(name or "zeros" for name in spec.names)
+            raise DeviceError(
+                f"not even one block of rows of {names} fits one storage buffer of {where}: {least * row_bytes} bytes, "
+                f"and {buffer_bytes} are allowed"
+            )
         return slots if spec.order == "plain" else slots // 2
 
     return units

@@ -1,0 +1,137 @@
+"""The memory report against what the device really gave, and what is refused before it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from stepping import run, token_ids
+from tiny_llama import TINY, golden
+
+from vkdecode.errors import DeviceError, InvalidInputError, OutOfDeviceMemoryError
+from vkdecode.gpu import Device, Storage
+from vkdecode.loading import load
+from vkdecode.models import Model
+from vkdecode.runtime import InferenceContext
+
+MODELS = [("llama", None, "f32"), ("llama", "f16", "f16"), ("llama-tied-mqa", None, "f32"), ("phi", "bf16", "f32")]
+
+
+@pytest.fixture
+def fresh() -> Iterator[Device]:
+    with Device(0) as opened:
+        _ = opened.lanes
+        yield opened
+
+
+def prompt(model: Model, tokens: int) -> list[int]:
+    return [int(one) for one in token_ids(tokens, model.vocab_size)]
+
+
+@pytest.mark.parametrize("rows", [17, 40, 120])
+@pytest.mark.parametrize(("name", "weights", "kv_dtype"), MODELS)
+def test_the_report_is_what_the_device_gave(
+    fresh: Device, name: str, weights: str | None, kv_dtype: str, rows: int
+) -> None:
+    with load(TINY / name, device=fresh, weights=weights) as model, InferenceContext(fresh) as context:
+        report = model.memory_report(rows, kv_dtype)
+        assert fresh.allocated_bytes == report.weights
+        with closing(model.new_kv_cache(rows, kv_dtype)) as kv:
+            assert fresh.allocated_bytes == report.weights + report.kv_cache
+            run(model, prompt(model, rows - 1), kv, context)
+            run(model, [1], kv, context)
+            assert fresh.allocated_bytes == report.total
+        assert model.memory_report(rows, kv_dtype) == report
+        assert report.heap == fresh.info.heap_bytes
+
+
+def test_a_long_prompt_takes_the_plans_that_the_report_names(fresh: Device) -> None:
+    with load(TINY / "llama", device=fresh) as model, InferenceContext(fresh) as context:
+        report = model.memory_report(600)
+        with closing(model.new_kv_cache(600)) as kv:
+            run(model, prompt(model, 599), kv, context)
+            run(model, [1], kv, context)
+            assert len(context.held) == 3 - 1
+            assert fresh.allocated_bytes == report.total
+
+
+def test_without_a_length_the_report_is_for_the_models_own(llama: Model) -> None:
+    assert llama.memory_report().max_seq_len == llama.config.max_position_embeddings
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(0, "f32"), (-3, "f32"), (True, "f32"), (8, "bf16"), ("8", "f32")])
+def test_a_report_of_nonsense_is_refused(llama: Model, rows: Any, dtype: str) -> None:
+    with pytest.raises(InvalidInputError):
+        llama.memory_report(rows, dtype)
+
+
+def test_a_report_allocates_nothing(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> Storage:
+        raise AssertionError("something was allocated")
+
+    monkeypatch.setattr(Device, "allocate", fail)
+    assert llama.memory_report(64).total > 0
+
+
+def test_the_least_memory_that_loads_also_decodes(fresh: Device) -> None:
+    """What loading makes sure of is enough for a small cache, a prompt and a token, and one byte less is refused."""
+    info = fresh.info
+    fresh.info = replace(info, heap_bytes=1 << 10)
+    with pytest.raises(OutOfDeviceMemoryError, match="the model needs") as refused:
+        load(TINY / "llama", device=fresh)
+    needed = int(str(refused.value).split("needs ")[1].split()[0])
+    fresh.info = replace(info, heap_bytes=needed - 1)
+    with pytest.raises(OutOfDeviceMemoryError, match=f"{needed - 1} of {needed - 1} free"):
+        load(TINY / "llama", device=fresh)
+    assert fresh.allocated_bytes == 0
+    fresh.info = replace(info, heap_bytes=needed)
+    reference = golden("llama")
+    with (
+        load(TINY / "llama", device=fresh) as model,
+        InferenceContext(fresh) as context,
+        closing(model.new_kv_cache(16)) as kv,
+    ):
+        run(model, reference.input_ids[:15], kv, context)
+        found = run(model, reference.input_ids[15:16], kv, context)
+    assert np.abs(found - reference.logits[15]).max() <= 1e-4
+
+
+def test_the_length_that_a_refusal_names_works(fresh: Device) -> None:
+    with load(TINY / "llama", device=fresh) as model:
+        info = fresh.info
+        fresh.info = replace(info, heap_bytes=fresh.allocated_bytes + (1 << 20))
+        with pytest.raises(OutOfDeviceMemoryError) as refused:
+            model.new_kv_cache(100_000)
+        most = int(str(refused.value).split("up to ")[1].split()[0])
+        assert most > 64
+        with closing(model.new_kv_cache(most)) as kv, InferenceContext(fresh) as context:
+            run(model, prompt(model, most - 1), kv, context)
+            run(model, [1], kv, context)
+            assert kv.cached_len == most
+        row_bytes = 2 * model.config.num_hidden_layers * model.kv_geometry(1, "f32").slot_bytes
+        with pytest.raises(OutOfDeviceMemoryError):
+            model.new_kv_cache((1 << 20) // row_bytes + 1)
+
+
+def test_a_layer_beyond_a_buffer_names_the_largest_length(fresh: Device) -> None:
+    fresh.info = replace(fresh.info, limits=replace(fresh.info.limits, max_storage_buffer_range_bytes=1 << 16))
+    with load(TINY / "llama", device=fresh) as model:
+        with pytest.raises(DeviceError, match=r"max_seq_len up to 512 fits, up to 1024 with dtype='f16'"):
+            model.new_kv_cache(513)
+        model.new_kv_cache(512).close()
+        model.new_kv_cache(1024, "f16").close()
+
+
+def test_a_prompt_runs_where_only_single_tokens_fit_a_buffer(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Model, "most_step_tokens", lambda *_: 15)
+    reference = golden("llama")
+    with InferenceContext(llama.device) as context, closing(llama.new_kv_cache(24)) as kv:
+        found = run(llama, reference.input_ids[:6], kv, context, logits="all")
+        assert found.shape == (6, llama.vocab_size)
+        assert np.abs(found - reference.logits[:6]).max() <= 1e-4
+        assert np.abs(run(llama, reference.input_ids[6:], kv, context) - reference.logits[-1]).max() <= 1e-4
+        assert context.stats.prefill_plans_built == 0

@@ -1,0 +1,298 @@
+"""Made-up devices with the smallest limits that Vulkan allows: each is planned for or refused, before any upload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_up import GPU, ROOMY, SMALLEST, SUBGROUPS, MadeUpSource, gpu, llama_8b, phi_2, planned_model
+from spirv_shared import declared_shared_bytes
+
+from vkdecode.decode import CHUNK_SIZES, DecodeMode, StepOptions, plan_step, prompt_steps
+from vkdecode.errors import DeviceError, OutOfDeviceMemoryError
+from vkdecode.gpu import DeviceInfo, check_dispatch, registry
+from vkdecode.gpu.limits import shared_memory_bytes
+from vkdecode.graph import Graph, Op, WeightSpec
+from vkdecode.models import Model
+from vkdecode.runtime import Dispatch, Plan, WeightStore, check_plan, weight_constants
+from vkdecode.weights import DType
+
+PATHS = (("device", "bounded"), ("device", "masked"), ("symenv", "masked"), ("symenv", "bounded"))
+PLANNABLE = {name: value for name, value in SMALLEST.items() if name != "max_storage_buffers_per_stage"}
+SOURCES: dict[str, Callable[[], MadeUpSource]] = {"llama": llama_8b, "phi": phi_2}
+MOST_BINDINGS = 9
+
+
+def small_llama(**config: Any) -> MadeUpSource:
+    """Two layers of Llama 3 8B: every kind of dispatch is there."""
+    return llama_8b(num_hidden_layers=2, **config)
+
+
+def steps_of(model: Model) -> Iterator[StepOptions]:
+    for kv_offset, arm in PATHS:
+        mode = DecodeMode("captured", kv_offset, arm)
+        yield from prompt_steps(model, 600, mode)
+        yield from (one for size in CHUNK_SIZES for one in prompt_steps(model, size, mode))
+        if model.most_step_tokens("all") >= CHUNK_SIZES[0]:
+            yield StepOptions(CHUNK_SIZES[0], "all", kv_offset, arm)
+
+
+def declared_shared(dispatch: Dispatch) -> int:
+    values = [dispatch.spec[name] for name in dispatch.kernel.spec]
+    return declared_shared_bytes(dispatch.kernel.code, dict(enumerate(values)))
+
+
+def faults(graph: Graph, plan: Plan, info: DeviceInfo, store: WeightStore) -> list[str]:
+    """Limits that a plan breaks, derived here from the plan and the SPIR-V."""
+    limits, found = info.limits, []
+    most = min(limits.max_storage_buffer_range_bytes, limits.max_memory_allocation_bytes)
+    sizes = list(plan.slot_bytes)
+    for node in map(graph.node, plan.constants):
+        if node.op is Op.WEIGHT:
+            sizes.append(store.nbytes(graph.attrs(node.id, WeightSpec)))
+        else:
+            sizes.append(math.prod(node.shape) * node.dtype.itemsize)
+    found += [f"buffer of {size}" for size in sizes if size > most]
+    for one in plan.dispatches:
+        lanes = one.spec["WORKGROUP"]
+        kept = (
+            lanes <= limits.max_compute_work_group_invocations
+            and lanes <= limits.max_compute_work_group_size[0]
+            and len(one.bindings) <= limits.max_storage_buffers_per_stage
+            and 4 * len(one.push) <= limits.max_push_constants_bytes
+            and declared_shared(one) <= limits.max_compute_shared_memory_bytes
+            and all(a <= b for a, b in zip(one.workgroups, limits.max_compute_work_group_count, strict=True))
+        )
+        found += [] if kept else [one.kernel.key]
+    return found
+
+
+def check_keeps(model: Model, info: DeviceInfo) -> None:
+    checked = 0
+    for options in dict.fromkeys(steps_of(model)):
+        for dtype in ("f32", "f16"):
+            graph, plan = plan_step(model, options, model.kv_geometry(4096, dtype))
+            assert faults(graph, plan, info, model.weight_store) == []
+            check_plan(graph, plan, info, model.lanes)
+            checked += 1
+    assert checked >= 2 * len(PATHS)
+
+
+@pytest.mark.parametrize("lanes", [None, SUBGROUPS], ids=["shared", "subgroup"])
+@pytest.mark.parametrize("name", PLANNABLE)
+def test_each_smallest_limit_alone_is_kept(monkeypatch: pytest.MonkeyPatch, name: str, lanes: Any) -> None:
+    info = gpu(**{name: PLANNABLE[name]})
+    check_keeps(planned_model(monkeypatch, info, small_llama(), lanes), info)
+
+
+def test_all_smallest_limits_together_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = gpu(**PLANNABLE)
+    for source in (small_llama(), phi_2(layers=2)):
+        check_keeps(planned_model(monkeypatch, info, source), info)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("limits", [{}, PLANNABLE], ids=["alone", "all"])
+def test_four_bindings_are_refused_by_name_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, name: str, limits: dict[str, Any]
+) -> None:
+    """Attention alone reads q, k, v, two caches and a count, and writes one: Vulkan's least of 4 is not enough."""
+    info = gpu(**{**limits, "max_storage_buffers_per_stage": 4})
+    with pytest.raises(
+        DeviceError, match=r"^kernel '.*': [5-9] exceeds maxPerStageDescriptorStorageBuffers of .*Made-Up 9000.* is 4$"
+    ):
+        planned_model(monkeypatch, info, SOURCES[name]())
+
+
+def test_nine_bindings_are_enough_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = gpu(max_storage_buffers_per_stage=MOST_BINDINGS)
+    check_keeps(planned_model(monkeypatch, info, small_llama()), info)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {"max_storage_buffer_range_bytes": 1 << 12},
+            r"fits one storage buffer of device 0: Made-Up 9000.*: \d+ bytes, and 4096 are allowed",
+        ),
+        ({"max_compute_work_group_count": (8, 65535, 65535)}, r"\d+ exceeds maxComputeWorkGroupCount\[0\] of .* is 8$"),
+        ({"max_compute_work_group_count": (1 << 20, 1, 1)}, r"16 exceeds maxComputeWorkGroupCount\[1\] of .* is 1$"),
+        ({"max_compute_shared_memory_bytes": 512}, r"\d+ exceeds maxComputeSharedMemorySize of .* is 512$"),
+        ({"max_compute_work_group_invocations": 32}, r"64 exceeds maxComputeWorkGroupInvocations of .* is 32$"),
+        ({"max_compute_work_group_size": (32, 32, 32)}, r"64 exceeds maxComputeWorkGroupSize\[0\] of .* is 32$"),
+        ({"max_memory_allocation_count": 30}, r"needs \d+ allocations, .*maxMemoryAllocationCount of .* is 30$"),
+    ],
+)
+def test_less_than_vulkan_allows_is_refused_with_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DeviceError, match=message):
+        planned_model(monkeypatch, gpu(**limits), small_llama())
+
+
+def test_push_constants_beyond_the_limit_are_refused() -> None:
+    kernel = registry().get("copy_words")
+    check_dispatch(gpu(max_push_constants_bytes=12), kernel, {"WORKGROUP": 64}, (1, 1, 1), [16, 16])
+    with pytest.raises(DeviceError, match=r"12 exceeds maxPushConstantsSize of .* which is 11"):
+        check_dispatch(gpu(max_push_constants_bytes=11), kernel, {"WORKGROUP": 64}, (1, 1, 1), [16, 16])
+
+
+def test_a_head_of_five_million_rows_keeps_to_65535_workgroups(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = gpu(max_compute_work_group_count=(65535, 65535, 65535))
+    model = planned_model(
+        monkeypatch,
+        info,
+        llama_8b(
+            num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=5_000_000
+        ),
+    )
+    graph, plan = plan_step(model, StepOptions(1, "last", "device", "bounded"), model.kv_geometry(64, "f32"))
+    assert faults(graph, plan, info, model.weight_store) == []
+    assert plan.dispatches[-1].workgroups[0] > 32768
+
+
+# Steps and caches that shrink
+
+
+@pytest.mark.parametrize(
+    ("heads", "inner", "sizes"),
+    [
+        (4, 14_336, {1, 16, 256}),
+        (4, 262_144, {1, 16, 64}),
+        (4, 600_000, {1, 16}),
+        (8000, 14_336, {1}),
+    ],
+)
+def test_chunks_shrink_where_an_activation_would_exceed_a_buffer(
+    monkeypatch: pytest.MonkeyPatch, heads: int, inner: int, sizes: set[int]
+) -> None:
+    info = gpu(**PLANNABLE)
+    source = llama_8b(
+        num_hidden_layers=1,
+        hidden_size=64,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=128,
+        intermediate_size=inner,
+    )
+    model = planned_model(monkeypatch, info, source)
+    assert {one.seq for one in prompt_steps(model, 256 + 12)} == sizes
+    for options in prompt_steps(model, 256 + 12):
+        graph, plan = plan_step(model, options, model.kv_geometry(16, "f32"))
+        assert faults(graph, plan, info, model.weight_store) == []
+
+
+def test_all_logits_of_a_vast_vocabulary_are_taken_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = llama_8b(
+        num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=2_200_000
+    )
+    model = planned_model(monkeypatch, gpu(**PLANNABLE), source)
+    assert model.most_step_tokens("all") == 15
+    assert model.most_step_tokens("last") >= 256
+
+
+def test_a_cache_whose_layers_exceed_a_buffer_names_the_largest_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planned_model(monkeypatch, gpu(**PLANNABLE))
+    with pytest.raises(
+        DeviceError,
+        match=r"K of 163840000 bytes exceeds .* of device 0: Made-Up 9000.*, 134217728 bytes; use a smaller context "
+        r"\(max_seq_len up to 32768 fits, up to 65536 with dtype='f16'\)",
+    ):
+        model.new_kv_cache(40_000)
+    with pytest.raises(DeviceError, match=r"\(max_seq_len up to 65536 fits\)"):
+        model.new_kv_cache(65_537, dtype="f16")
+    for rows, dtype in ((32_768, "f32"), (65_536, "f16")):
+        with pytest.raises(AssertionError, match="something was allocated"):
+            model.new_kv_cache(rows, dtype)
+
+
+# Memory
+
+
+def test_a_model_that_does_not_fit_is_refused_with_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutOfDeviceMemoryError) as refused:
+        planned_model(monkeypatch, gpu(8 << 30))
+    message = str(refused.value)
+    assert "Made-Up 9000" in message and f"{8 << 30} of {8 << 30} free" in message
+    for part in ("weights 16", "a KV cache of 16 rows", "activations", "fewer bits"):
+        assert part in message
+
+
+def test_weights_at_16_bits_are_offered_where_they_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = llama_8b(DType.F32)
+    with pytest.raises(OutOfDeviceMemoryError, match=r"weights='f16' \(160\d+ bytes of weights\), which fits"):
+        planned_model(monkeypatch, gpu(20 << 30), source)
+    with pytest.raises(OutOfDeviceMemoryError, match="use a smaller model"):
+        planned_model(monkeypatch, gpu(14 << 30), source)
+
+
+def test_the_last_byte_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OutOfDeviceMemoryError) as refused:
+        planned_model(monkeypatch, gpu(1 << 20))
+    needed = int(str(refused.value).split("needs ")[1].split()[0])
+    planned_model(monkeypatch, gpu(needed))
+    with pytest.raises(OutOfDeviceMemoryError):
+        planned_model(monkeypatch, gpu(needed - 1))
+
+
+def test_a_cache_that_does_not_fit_names_a_length_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planned_model(monkeypatch, gpu(33 << 29))
+    used = sum(model.weight_store.nbytes(spec) for spec in model.weight_specs())
+    vars(model.device)["free_bytes"] = (33 << 29) - used
+    with pytest.raises(OutOfDeviceMemoryError, match=r"8192 rows of f32 takes 2147483648 bytes") as refused:
+        model.new_kv_cache(8192)
+    most = int(str(refused.value).split("up to ")[1].split()[0])
+    half = int(str(refused.value).split("up to ")[2].split()[0])
+    assert 0 < most < 8192 and half == 8192
+    assert model.memory_report(most).total <= 33 << 29
+    assert model.memory_report(most + 64).total > (33 << 29) - (64 << 20)
+
+
+def test_a_report_adds_up_and_reads_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planned_model(monkeypatch, GPU)
+    report = model.memory_report()
+    assert (report.max_seq_len, report.kv_dtype, report.heap) == (8192, "f32", 64 << 30)
+    assert report.kv_cache == 32 * 2 * 8 * 8192 * 128 * 4
+    assert 16 << 30 > report.weights > 2 * 8_000_000_000
+    assert report.staging == report.decode_activations + report.prefill_activations > 0
+    assert report.total == report.weights + report.kv_cache + 2 * report.staging
+    assert report.fits and not replace(report, heap=report.total - 1).fits
+    assert model.memory_report(8192, "f16").kv_cache * 2 == report.kv_cache
+    lines = str(report).splitlines()
+    assert len(lines) == 7 and lines[0].endswith("MiB") and "8192 rows of f32" in lines[1]
+
+
+# Shared memory
+
+
+@pytest.mark.parametrize("lanes", [None, SUBGROUPS], ids=["shared", "subgroup"])
+@pytest.mark.parametrize("source", [small_llama, phi_2], ids=["llama", "phi"])
+def test_the_shared_memory_of_each_kernel_is_what_its_code_declares(
+    monkeypatch: pytest.MonkeyPatch, source: Any, lanes: Any
+) -> None:
+    model = planned_model(monkeypatch, GPU, source(), lanes)
+    seen: dict[str, int] = {}
+    for options in dict.fromkeys(steps_of(model)):
+        _, plan = plan_step(model, options, model.kv_geometry(64, "f16"))
+        for one in plan.dispatches:
+            if one.kernel.key not in seen:
+                seen[one.kernel.key] = declared_shared(one)
+                assert shared_memory_bytes(one.kernel, one.spec) == seen[one.kernel.key], one.kernel.key
+    assert (max(seen.values()) > 2048) == (lanes is None)
+
+
+def test_the_smallest_device_of_this_test_is_the_smallest_that_vulkan_allows() -> None:
+    for name, value in SMALLEST.items():
+        roomy = getattr(ROOMY, name)
+        assert value <= roomy if isinstance(value, int) else all(a <= b for a, b in zip(value, roomy, strict=True))
+
+
+def test_weights_of_a_plan_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planned_model(monkeypatch, GPU, small_llama())
+    graph, plan = plan_step(model, StepOptions(1, "last", "device", "bounded"), model.kv_geometry(64, "f32"))
+    specs = weight_constants(graph, plan)
+    assert len(specs) == len(set(specs)) == len(model.weight_specs())
