@@ -12,7 +12,7 @@ from made_up import GPU, ROOMY, SMALLEST, SUBGROUPS, MadeUpSource, gpu, llama_8b
 from spirv_shared import declared_shared_bytes
 
 from vkdecode.decode import CHUNK_SIZES, DecodeMode, StepOptions, plan_step, prompt_steps
-from vkdecode.errors import DeviceError, OutOfDeviceMemoryError
+from vkdecode.errors import DeviceError, OutOfDeviceMemoryError, ShaderError
 from vkdecode.gpu import DeviceInfo, check_dispatch, registry
 from vkdecode.gpu.limits import shared_memory_bytes
 from vkdecode.graph import Graph, Op, WeightSpec
@@ -296,3 +296,8 @@ def test_weights_of_a_plan_are_named_once(monkeypatch: pytest.MonkeyPatch) -> No
     graph, plan = plan_step(model, StepOptions(1, "last", "device", "bounded"), model.kv_geometry(64, "f32"))
     specs = weight_constants(graph, plan)
     assert len(specs) == len(set(specs)) == len(model.weight_specs())
+
+
+def test_constants_that_are_not_the_kernels_are_refused() -> None:
+    with pytest.raises(ShaderError, match="kernel 'copy_words' takes the specialization constants"):
+        check_dispatch(GPU, registry().get("copy_words"), {}, (1, 1, 1), [16, 16])

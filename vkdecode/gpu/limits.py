@@ -69,6 +69,7 @@ def check_dispatch(
 
     """
     limits = info.limits
+    kernel.spec_values(spec)
     if len(binding_bytes) != len(kernel.bindings):
         raise ShaderError(
             f"kernel '{kernel.key}' binds {len(kernel.bindings)} storages, {len(binding_bytes)} were given"
