@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from vkdecode.gpu import Device, DeviceInfo, DeviceLocation, Lanes, Limits, choose_lanes, largest_buffer
+from vkdecode.gpu import Device, DeviceInfo, DeviceLocation, Lanes, Limits, largest_buffer, shared_lanes
 from vkdecode.models import Model
 from vkdecode.runtime import WeightStore
 from vkdecode.weights import DType, TensorInfo, WeightSource
@@ -57,7 +57,7 @@ class MadeUpDevice:
         self.free_bytes = info.heap_bytes
         self.free_allocations = info.limits.max_memory_allocation_count
         self.largest_buffer_bytes = largest_buffer(info)
-        self.lanes = lanes or choose_lanes(cast(Device, self))
+        self.lanes = lanes or shared_lanes(info)
 
     def allocate(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("something was allocated")

@@ -285,6 +285,14 @@ def test_the_shared_memory_of_each_kernel_is_what_its_code_declares(
     assert (max(seen.values()) > 2048) == (lanes is None)
 
 
+def test_every_kernel_without_forms_declares_what_is_computed() -> None:
+    for key in registry().keys():  # noqa: SIM118  # a registry is no mapping
+        if "LANES=" not in key:
+            kernel = registry().get(key)
+            spec = dict.fromkeys(kernel.spec, 64)
+            assert shared_memory_bytes(kernel, spec) == declared_shared_bytes(kernel.code, {0: 64}), key
+
+
 def test_the_smallest_device_of_this_test_is_the_smallest_that_vulkan_allows() -> None:
     for name, value in SMALLEST.items():
         roomy = getattr(ROOMY, name)

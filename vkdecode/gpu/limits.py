@@ -102,7 +102,7 @@ def shared_memory_bytes(kernel: Kernel, spec: Mapping[str, int]) -> int:
     name, *axes = kernel.key.split()
     variant = dict(axis.split("=") for axis in axes)
     form, lanes = variant.get("LANES"), spec.get("WORKGROUP", 0)
-    scratch = 4 * lanes if form == "shared" else 0
+    scratch = 4 * lanes if form == "shared" or name == "self_check" else 0
     if name == "linear" and form == "shared":
         return scratch + 4 * int(variant["TOKENS"]) * spec["X_CHUNK"]
     if name == "attention":
