@@ -1,6 +1,8 @@
-"""Decode, prefill, upload and read-back under the Khronos validation layer with synchronization validation: no message.
+"""Decode, prefill, upload and read-back under the Khronos validation layer: no message.
 
-The controls leave one ordering step out and must be reported, so a layer that is missing or blind fails the test.
+Once with synchronization validation, once with GPU-assisted validation, which sees a shader reach past the end of a
+buffer. The controls leave one ordering step out, or reach one word too far, and must be reported, so a layer that is
+missing or blind fails the test.
 """
 
 from __future__ import annotations
@@ -18,16 +20,22 @@ SETTINGS = {
     "debug_action": "VK_DBG_LAYER_ACTION_LOG_MSG",
     "report_flags": "error,warn",
     "log_filename": "stdout",
-    "enables": "VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT",
     # Without these two, newer layers say nothing about what shaders access; older ones do not know them.
     "validate_sync": "true",
     "syncval_shader_accesses_heuristic": "true",
 }
+SYNCHRONIZATION = "VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT"
+GPU_ASSISTED = "VK_VALIDATION_FEATURE_ENABLE_GPU_ASSISTED_EXT"
+# What newer layers say of GPU-assisted validation itself, before anything runs.
+SET_UP = "WARNING-Setting", "GPU-Assisted", "GPUAV", "gpuav", "    Objects:", "        ["
 
 
-def under_validation(folder: Path, lanes: str, what: str) -> list[str]:
+def under_validation(folder: Path, lanes: str, what: str, feature: str = SYNCHRONIZATION) -> list[str]:
     """Lines of the script's output: its own and the layer's."""
-    lines = [f"khronos_validation.{name} = {value}\n" for name, value in SETTINGS.items()]
+    settings = {**SETTINGS, "enables": feature}
+    if feature != SYNCHRONIZATION:
+        settings = {name: value for name, value in settings.items() if "sync" not in name}
+    lines = [f"khronos_validation.{name} = {value}\n" for name, value in settings.items()]
     (folder / "vk_layer_settings.txt").write_text("".join(lines), encoding="utf-8")
     environment = {
         **os.environ,
@@ -74,3 +82,15 @@ def test_an_ordering_step_left_out_is_reported(tmp_path: Path, number: int) -> N
 
 def test_the_layer_sees_the_shared_form_too(tmp_path: Path) -> None:
     assert any("SYNC-HAZARD" in line for line in under_validation(tmp_path, "shared", "2"))
+
+
+@pytest.mark.parametrize(("lanes", "what"), [("subgroup", "reach"), ("shared", "reach-decode")])
+def test_no_shader_reaches_past_the_end_of_a_buffer(tmp_path: Path, lanes: str, what: str) -> None:
+    output = under_validation(tmp_path, lanes, what, GPU_ASSISTED)
+    found = [line for line in output if not line.startswith("ran ") and not any(word in line for word in SET_UP)]
+    assert found == ["done"]
+    assert f"ran {lanes} device bounded captured" in output
+
+
+def test_one_word_too_far_is_reported(tmp_path: Path) -> None:
+    assert any("out of bounds" in line for line in under_validation(tmp_path, "subgroup", "too-far", GPU_ASSISTED))

@@ -1,7 +1,8 @@
 """Everything that records a sequence, run once for a kernel form; started by the test under the validation layer.
 
-Arguments: the kernel form, a tiny checkpoint's folder, and `whole` or the number of the ordering step to leave out of
-each decode recording. Prints what it ran.
+Arguments: the kernel form, a tiny checkpoint's folder, and what to do: `whole`, the number of the ordering step to
+leave out of each decode recording, `reach` or `reach-decode` (little work, for a layer that makes each kernel slow to
+compile), or `too-far` (a kernel that reads and writes one word past its buffers). Prints what it ran.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import numpy as np
 
 import vkdecode.runtime.executable as executable_module
 from vkdecode.decode import DecodeMode, KvCache
-from vkdecode.gpu import Device, Recording, Step, Sync, read_words
+from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, StorageKind, Sync, read_words, registry
 from vkdecode.loading import load
 from vkdecode.models import Model
 from vkdecode.runtime import InferenceContext
+from vkdecode.weights import DType
 
 PATHS = (("device", "bounded"), ("device", "masked"), ("symenv", "masked"), ("symenv", "bounded"))
 
@@ -60,6 +62,30 @@ def work(lanes: str, folder: Path, only_decode: bool) -> None:
             print("ran without fusions")
 
 
+def reach(lanes: str, folder: Path, prompts: bool) -> None:
+    """A prompt chunk that is not full, and decoding on both KV-offset paths."""
+    with np.load(folder / "expected.npz") as arrays:
+        prompt = arrays["input_ids"].tolist()
+    with Device(0, lanes=lanes) as device, load(folder, device=device) as model:
+        for kv_offset, arm in PATHS[:3:2]:
+            mode = DecodeMode("captured", kv_offset, arm)
+            with InferenceContext(device) as context, closing(model.new_kv_cache(21)) as kv:
+                if prompts and kv_offset == "device":
+                    run(model, prompt[:13], kv, context, mode)
+                for token in prompt[:3]:
+                    run(model, [token], kv, context, mode)
+            print(f"ran {device.lanes.form} {kv_offset} {arm} captured")
+
+
+def too_far() -> None:
+    """Copy 17 words between buffers of 16."""
+    with Device(0) as device:
+        source, target = (device.allocate(64, DType.U32, StorageKind.STAGED) for _ in range(2))
+        copy = Algorithm(device, registry().get("copy_words"), [source, target], {"WORKGROUP": 64}, (1, 1, 1))
+        push = {"source_start": 0, "target_start": 0, "count": 17}
+        Recording(device, [Run(copy, push), Sync((target,))]).submit()
+
+
 def run(
     model: Model, token_ids: list[int], kv: KvCache, context: InferenceContext, mode: DecodeMode, logits: str = "last"
 ) -> None:
@@ -68,7 +94,12 @@ def run(
 
 if __name__ == "__main__":
     form, where, what = sys.argv[1:]
-    if what != "whole":
-        leave_out(int(what))
-    work(form, Path(where), only_decode=what != "whole")
+    if what == "too-far":
+        too_far()
+    elif what.startswith("reach"):
+        reach(form, Path(where), prompts=what == "reach")
+    else:
+        if what != "whole":
+            leave_out(int(what))
+        work(form, Path(where), only_decode=what != "whole")
     print("done")
