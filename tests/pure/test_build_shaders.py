@@ -1,0 +1,83 @@
+"""The shader build: variants, and what a blob declares that it reads and writes, taken from the SPIR-V itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import build_shaders
+from build_shaders import BuildError, Shader, compile_one, kernel_key, parse_shader
+
+HEAD = """#version 450
+layout(local_size_x_id = 0) in;
+layout(constant_id = 0) const uint WORKGROUP = 32;
+layout(constant_id = 1) const uint COUNT = 1;
+"""
+
+
+def built(folder: Path, body: str) -> dict[str, object]:
+    """The manifest entry of one shader without variants."""
+    path = folder / "probe.comp"
+    path.write_text(HEAD + body, encoding="utf-8")
+    return compile_one(Shader("probe", path, ((),)), (), folder)
+
+
+def test_access_is_what_the_code_may_do(tmp_path: Path) -> None:
+    body = """
+layout(std430, binding = 0) readonly buffer A { uint a[]; };
+layout(std430, binding = 1) writeonly buffer B { uint b[]; };
+layout(std430, binding = 2) buffer C { uint c[]; };
+layout(push_constant) uniform Push { uint first; uint second; };
+void main() { c[first] += a[COUNT]; b[second] = c[0]; }
+"""
+    entry = built(tmp_path, body)
+    assert entry["bindings"] == [
+        {"name": "a", "access": "read"},
+        {"name": "b", "access": "write"},
+        {"name": "c", "access": "readwrite"},
+    ]
+    assert entry["push"] == ["first", "second"]
+    assert entry["spec"] == ["WORKGROUP", "COUNT"]
+
+
+@pytest.mark.parametrize(
+    ("declared", "code"),
+    [
+        ("readonly buffer A { uint a[]; }", "a[COUNT] = 1;"),
+        ("readonly buffer A { uint a[]; }", "atomicAdd(a[0], 1u);"),
+        ("writeonly buffer A { uint a[]; }", "a[0] = a[1];"),
+    ],
+)
+def test_a_kernel_that_does_what_it_did_not_declare_does_not_compile(tmp_path: Path, declared: str, code: str) -> None:
+    with pytest.raises(BuildError, match=r"probe: ERROR.*(readonly|read-only|writeonly|l-value)"):
+        built(tmp_path, f"layout(std430, binding = 0) {declared};\nvoid main() {{ {code} }}\n")
+
+
+def test_binding_numbers_have_no_gap(tmp_path: Path) -> None:
+    body = """
+layout(std430, binding = 0) readonly buffer A { uint a[]; };
+layout(std430, binding = 2) writeonly buffer B { uint b[]; };
+void main() { b[0] = a[COUNT]; }
+"""
+    with pytest.raises(BuildError, match="binding numbers must count from 0"):
+        built(tmp_path, body)
+
+
+def test_variants_are_combined_and_kept_where_a_rule_allows(tmp_path: Path) -> None:
+    path = tmp_path / "some.comp"
+    path.write_text("//! variants A=x,y N=1,2\n//! only A=x or N=2\n", encoding="utf-8")
+    shader = parse_shader(path)
+    keys = [kernel_key(shader.name, variant) for variant in shader.variants]
+    assert keys == ["some A=x N=1", "some A=x N=2", "some A=y N=2"]
+    assert build_shaders.macros(shader.variants[2]) == ["-DA_Y=1", "-DN=2"]
+
+
+def test_an_unknown_directive_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "some.comp"
+    path.write_text("//! variant A=x\n", encoding="utf-8")
+    with pytest.raises(BuildError, match=r"some\.comp: unknown directive '//! variant'"):
+        parse_shader(path)
