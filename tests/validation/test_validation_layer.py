@@ -63,6 +63,10 @@ def test_nothing_that_is_recorded_draws_a_message(tmp_path: Path, lanes: str) ->
     assert under_validation(tmp_path, lanes, "whole") == [*ran, "ran without fusions", "done"]
 
 
+def test_the_checks_of_a_device_draw_no_message(tmp_path: Path) -> None:
+    assert under_validation(tmp_path, "subgroup", "doctor") == ["ran the doctor", "done"]
+
+
 # One behind the embedding and one behind each of a layer's five dispatches; the one behind the head is its read-back.
 SYNCS = 1 + 5 * 2
 

@@ -2,7 +2,7 @@
 
 Arguments: the kernel form, a tiny checkpoint's folder, and what to do: `whole`, the number of the ordering step to
 leave out of each decode recording, `reach` or `reach-decode` (little work, for a layer that makes each kernel slow to
-compile), or `too-far` (a kernel that reads and writes one word past its buffers). Prints what it ran.
+compile), `doctor`, or `too-far` (a kernel that reads and writes one word past its buffers). Prints what it ran.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 import vkdecode.runtime.executable as executable_module
 from vkdecode.decode import DecodeMode, KvCache
+from vkdecode.doctor import examine
 from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, StorageKind, Sync, read_words, registry
 from vkdecode.loading import load
 from vkdecode.models import Model
@@ -96,6 +97,10 @@ if __name__ == "__main__":
     form, where, what = sys.argv[1:]
     if what == "too-far":
         too_far()
+    elif what == "doctor":
+        with Device(0, lanes=form) as device:
+            faults = examine(device).faults
+            print(*(f"fault: {fault}" for fault in faults), "ran the doctor", sep="\n")
     elif what.startswith("reach"):
         reach(form, Path(where), prompts=what == "reach")
     else:

@@ -75,7 +75,9 @@ def run_kernel(
         algorithm = Algorithm(device, kernel, storages, spec, workgroups)
         written = [i for i, binding in enumerate(kernel.bindings) if binding.access != "read"]
         outputs = Sync(tuple(storages[i] for i in written))
-        Recording(device, [Upload(tuple(storages)), Run(algorithm, push or {}), outputs]).submit()
+        # Two submissions: nothing inside of one orders a kernel's writes after the copy of what was there before.
+        Recording(device, [Upload(tuple(storages))]).submit()
+        Recording(device, [Run(algorithm, push or {}), outputs]).submit()
         results = {}
         for i in written:
             name = kernel.bindings[i].name

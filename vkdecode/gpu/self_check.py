@@ -16,7 +16,7 @@ from vkdecode.errors import DeviceError
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import registry
 from vkdecode.gpu.recorder import Algorithm, Recording, Run, Sync, Upload
-from vkdecode.gpu.storage import StorageKind
+from vkdecode.gpu.storage import Storage, StorageKind
 from vkdecode.gpu.vulkan_info import DeviceInfo
 from vkdecode.weights.dtypes import DType
 
@@ -90,7 +90,7 @@ def subgroup_check(device: Device, size: int) -> bool:
     try:
         result.data[:] = 0
         algorithm = Algorithm(device, registry().get("subgroup_check"), [result], {"WORKGROUP": size}, (1, 1, 1))
-        Recording(device, [Upload((result,)), Run(algorithm), Sync((result,))]).submit()
+        _run_over(device, algorithm, (result,))
         return bool((result.data[:size] == 1).all())
     finally:
         result.close()
@@ -121,11 +121,21 @@ def _run(device: Device, workgroup: int) -> Words:
         result.data.view(np.uint32)[:] = _UNWRITTEN
         spec = check_constants(workgroup)
         algorithm = Algorithm(device, registry().get("self_check"), [source, result], spec, (1, 1, 1))
-        Recording(device, [Upload((source, result)), Run(algorithm), Sync((result,))]).submit()
+        _run_over(device, algorithm, (source, result))
         return np.array(result.data.view(np.uint32)[:count])
     finally:
         source.close()
         result.close()
+
+
+def _run_over(device: Device, algorithm: Algorithm, storages: tuple[Storage, ...]) -> None:
+    """Upload, and then run and read back the last storage.
+
+    Two submissions, because the barrier that Kompute records before a dispatch orders a copy before reads only, and
+    what the check leaves is written over what was uploaded.
+    """
+    Recording(device, [Upload(storages)]).submit()
+    Recording(device, [Run(algorithm), Sync(storages[-1:])]).submit()
 
 
 def _lane_values(workgroup: int) -> F32:
