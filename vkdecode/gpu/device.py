@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +21,31 @@ if TYPE_CHECKING:
     from vkdecode.gpu.lanes import Lanes
 
 
+LANES_FORMS = ("auto", "subgroup", "shared")
+_open_devices: weakref.WeakSet[Device] = weakref.WeakSet()
+_FORKED = (
+    "this process was forked after a Vulkan device was opened, and the driver's threads stay with the parent; "
+    "start it with multiprocessing's spawn method"
+)
+
+
+class _Driver:
+    """What this process may still do with Vulkan drivers."""
+
+    opened = False
+    lost = False
+
+
+def _after_fork() -> None:
+    """In a child: keep Kompute's destructors from waiting for driver threads that only the parent has."""
+    _Driver.lost = _Driver.opened
+    for device in _open_devices:
+        device._abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 class Device:
     """A Vulkan device opened by its ordinal; a context manager.
 
@@ -31,6 +59,8 @@ class Device:
     """
 
     def __init__(self, ordinal: int, lanes: str = "auto") -> None:
+        if _Driver.lost:
+            raise DeviceError(_FORKED)
         devices = list_devices()
         if not devices:
             raise DeviceError(
@@ -41,7 +71,10 @@ class Device:
             raise DeviceError(f"there is no Vulkan device with ordinal {ordinal}; devices: {found}")
         self.info: DeviceInfo = devices[ordinal]
         self.location = DeviceLocation("vulkan", ordinal)
+        if lanes not in LANES_FORMS:
+            raise InvalidInputError(f"lanes must be one of {list(LANES_FORMS)}, not {lanes!r}")
         self.lock = threading.RLock()
+        self._forked = False
         self._lanes_form = lanes
         self._lanes: Lanes | None = None
         self._allocated = 0
@@ -57,6 +90,14 @@ class Device:
             raise DeviceError(
                 f"ordinal {ordinal} is {self.info.name!r} to the loader but {opened!r} to Kompute; restart the program"
             )
+        _open_devices.add(self)
+        _Driver.opened = True
+
+    def _abandon(self) -> None:
+        self._forked = True
+        self.lock = threading.RLock()
+        # One reference too many: the manager is never destroyed in this process.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._manager))
 
     @property
     def closed(self) -> bool:
@@ -71,6 +112,8 @@ class Device:
             ClosedError: the device was closed.
 
         """
+        if self._forked:
+            raise DeviceError(_FORKED)
         if self._manager is None:
             raise ClosedError(f"device {self.info} was closed; open a new Device")
         return self._manager
@@ -156,7 +199,7 @@ class Device:
         """Free everything on the device; using what lived there raises `ClosedError` from then on."""
         with self.lock:
             manager, self._manager = self._manager, None
-            if manager is not None:
+            if manager is not None and not self._forked:
                 manager.destroy()
 
     def __enter__(self) -> Device:
