@@ -273,3 +273,15 @@ def test_impossible_settings_are_refused(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         rope_from_config(config, 16)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [{"rope_type": None}, {"type": None}, {"rope_type": None, "type": None}])
+def test_a_factor_whose_type_is_null_is_refused(name: dict[str, None]) -> None:
+    with pytest.raises(ConfigError, match="has a factor but no rope_type"):
+        rope_from_config({"rope_scaling": {"factor": 2.0, **name}}, 16)
+
+
+@pytest.mark.parametrize("value", [0, [], False])
+def test_what_is_no_object_is_refused_even_if_it_is_empty(value: object) -> None:
+    with pytest.raises(ConfigError, match="an object or null is needed"):
+        rope_from_config({"rope_scaling": value}, 16)

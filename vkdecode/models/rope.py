@@ -213,7 +213,12 @@ def _read_params(config: Mapping[str, Any], head_dim: int, layer_type: str | Non
     kind = _one_spelling(values, ("rope_type", "type")) or "default"
     if not isinstance(kind, str):
         raise ConfigError(f"the RoPE type is {kind!r}; a name is needed")
-    if kind == "default" and "rope_type" not in values and "type" not in values and values.get("factor") is not None:
+    if (
+        kind == "default"
+        and not values.get("rope_type")
+        and not values.get("type")
+        and values.get("factor") is not None
+    ):
         raise ConfigError("rope_scaling has a factor but no rope_type that says how to apply it")
     theta = _inside_or_top(config, values, "rope_theta")
     partial = _inside_or_top(config, values, "partial_rotary_factor")
@@ -259,7 +264,7 @@ def _one_spelling(values: Mapping[str, Any], keys: tuple[str, str]) -> Any:
     first, second = (values.get(key) for key in keys)
     if first and second and first != second:
         raise ConfigError(f"{keys[0]} ({first!r}) and {keys[1]} ({second!r}) contradict each other")
-    return first or second
+    return second if first is None or (not first and second) else first
 
 
 def _inside_or_top(config: Mapping[str, Any], values: Mapping[str, Any], key: str) -> Any:
