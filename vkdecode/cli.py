@@ -313,6 +313,10 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 def main() -> None:
     """Run the command line; always ends with `SystemExit`."""
+    # A stream that was closed before the program started is None; reading from it ends, writing to it goes nowhere.
+    for name, how in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), how, encoding="utf-8"))
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         # Bytes that are no text are refused later, by name; characters that a terminal lacks print as "?".
         getattr(stream, "reconfigure", lambda **_: None)(errors="surrogateescape" if stream is sys.stdin else "replace")
@@ -320,9 +324,11 @@ def main() -> None:
     try:
         code = _run()
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader left, as `head` does. Python would complain once more when it flushes at exit.
+    except OSError as error:
+        # The reader left, as `head` does, or the disk is full. Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            _say(f"error: cannot write the output: {error.strerror or error}")
         code = 1
     sys.exit(code)
 
@@ -338,7 +344,7 @@ def _run() -> int:
         _say(f"error: {error}")
         _debug_trace()
         return 1
-    except BrokenPipeError:
+    except OSError:
         raise
     except Exception as error:
         hint = "" if _debug_trace() else f"; please report it with the output of {DEBUG_VARIABLE}=1"

@@ -6,7 +6,7 @@ Both check all that can be checked before the model computes anything. Knows no 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vkdecode.errors import ContextLengthError, InvalidInputError, TokenizerError
@@ -149,6 +149,9 @@ def stop_strings(stop: str | Sequence[str] | None, model: TokenModel) -> tuple[s
 
 
 def _integers(prompt: Sequence[int]) -> list[int]:
+    if not hasattr(prompt, "__getitem__") or isinstance(prompt, Mapping):
+        kind = type(prompt).__name__
+        raise InvalidInputError(f"the prompt is neither text nor a sequence of token ids, but a {kind}")
     if isinstance(prompt, bytes | bytearray):
         raise InvalidInputError("the prompt is bytes; decode it to str, or give a sequence of token ids")
     try:

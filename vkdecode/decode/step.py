@@ -265,6 +265,10 @@ def _chunks(
 
 def _check_fits(model: DecodeModel, tokens: int, kv: KvCache, context: InferenceContext) -> None:
     model.check_open()
+    if not isinstance(kv, KvCache):
+        raise InvalidInputError(f"kv must be a KvCache made by model.new_kv_cache(), not {type(kv).__name__}")
+    if not isinstance(context, InferenceContext):
+        raise InvalidInputError(f"context must be an InferenceContext, not {type(context).__name__}")
     kv.check_open()
     if context.device is not model.device:
         raise InvalidInputError(f"the context is on {context.device!r}, the model on {model.device!r}")

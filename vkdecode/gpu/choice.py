@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Sequence
 
-from vkdecode.errors import DeviceError, VkDecodeWarning
+from vkdecode.errors import DeviceError, InvalidInputError, VkDecodeWarning
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.vulkan_info import DeviceInfo, list_devices
 
@@ -27,6 +27,8 @@ def open_device(wanted: int | str | None = None) -> Device:
     """
     if isinstance(wanted, int):
         return Device(wanted)
+    if wanted is not None and not isinstance(wanted, str):
+        raise InvalidInputError(f"a device is an ordinal or text, not {wanted!r}")
     text = wanted if wanted is not None else os.environ.get(DEVICE_VARIABLE, "")
     devices = list_devices()
     if wanted is not None or text.strip():

@@ -128,7 +128,8 @@ class Model:
         """An empty KV cache on the model's device.
 
         Args:
-            max_seq_len: rows, that is prompt and generated tokens together.
+            max_seq_len: rows, that is prompt and generated tokens together. It may exceed the model's
+                max_position_embeddings; `generate` and `Conversation` stop there, `forward` does not.
             dtype: `f32` or `f16` (half the memory).
 
         Raises:
@@ -226,7 +227,7 @@ def load_model(
 
     """
     held = {dtype.value: dtype for dtype in HELD_DTYPES}
-    if weights is not None and weights not in held:
+    if weights is not None and (not isinstance(weights, str) or weights not in held):
         raise InvalidInputError(f"weights must be one of {sorted(held)} or None, not {weights!r}")
     architecture_of(source.config)
     opened = device if isinstance(device, Device) else open_device(device)

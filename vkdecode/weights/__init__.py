@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from vkdecode.errors import ModelFileError
@@ -19,6 +20,8 @@ def open_weights(path: str | Path) -> WeightSource:
     Raises `ModelFileError` when nothing is there or it is damaged, `UnsupportedModelError` when it is sound but of a
     kind that vkdecode does not have.
     """
+    if not isinstance(path, (str, os.PathLike)) or not str(path):
+        raise ModelFileError(f"a model is a folder or a .gguf file, not {path!r}")
     try:
         location = Path(path).expanduser()
         if location.is_dir():
