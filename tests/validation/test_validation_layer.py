@@ -26,14 +26,12 @@ SETTINGS = {
 }
 SYNCHRONIZATION = "VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT"
 GPU_ASSISTED = "VK_VALIDATION_FEATURE_ENABLE_GPU_ASSISTED_EXT"
-# What newer layers say of GPU-assisted validation itself, before anything runs.
-SET_UP = "WARNING-Setting", "GPU-Assisted", "GPUAV", "gpuav", "    Objects:", "        ["
 
 
 def under_validation(folder: Path, lanes: str, what: str, feature: str = SYNCHRONIZATION) -> list[str]:
     """Lines of the script's output: its own and the layer's."""
     settings = {**SETTINGS, "enables": feature}
-    if feature != SYNCHRONIZATION:
+    if feature == GPU_ASSISTED:
         settings = {name: value for name, value in settings.items() if "sync" not in name}
     lines = [f"khronos_validation.{name} = {value}\n" for name, value in settings.items()]
     (folder / "vk_layer_settings.txt").write_text("".join(lines), encoding="utf-8")
@@ -42,6 +40,9 @@ def under_validation(folder: Path, lanes: str, what: str, feature: str = SYNCHRO
         "VK_INSTANCE_LAYERS": "VK_LAYER_KHRONOS_validation",
         "VK_LAYER_SETTINGS_PATH": str(folder),
     }
+    if feature == GPU_ASSISTED:
+        # What an instrumented shader reports goes astray where Mesa takes it from its cache.
+        environment["MESA_SHADER_CACHE_DISABLE"] = "true"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), lanes, str(TINY / "llama"), what],
         capture_output=True,
@@ -91,10 +92,13 @@ def test_the_layer_sees_the_shared_form_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("lanes", "what"), [("subgroup", "reach"), ("shared", "reach-decode")])
 def test_no_shader_reaches_past_the_end_of_a_buffer(tmp_path: Path, lanes: str, what: str) -> None:
     output = under_validation(tmp_path, lanes, what, GPU_ASSISTED)
-    found = [line for line in output if not line.startswith("ran ") and not any(word in line for word in SET_UP)]
-    assert found == ["done"]
-    assert f"ran {lanes} device bounded captured" in output
+    # Newer layers also warn of their own set-up; what a shader does wrong is an error.
+    assert not [line for line in output if "Validation Error" in line or "VUID-" in line]
+    ran = [line for line in output if line.startswith("ran ")]
+    assert ran == [f"ran {lanes} device bounded captured", f"ran {lanes} symenv masked captured"]
 
 
 def test_one_word_too_far_is_reported(tmp_path: Path) -> None:
-    assert any("out of bounds" in line for line in under_validation(tmp_path, "subgroup", "too-far", GPU_ASSISTED))
+    output = under_validation(tmp_path, "subgroup", "too-far", GPU_ASSISTED)
+    assert any("Validation Error" in line for line in output)
+    assert any("out of bounds" in line for line in output)
