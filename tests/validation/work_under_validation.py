@@ -2,7 +2,7 @@
 
 Arguments: the kernel form, a tiny checkpoint's folder, and what to do: `whole`, the number of the ordering step to
 leave out of each decode recording, `reach` or `reach-decode` (little work, for a layer that makes each kernel slow to
-compile), `doctor`, or `too-far` (a kernel that reads and writes one word past its buffers). Prints what it ran.
+compile), `doctor`, or `too-far` (a kernel that reads one word past its buffer). Prints what it ran.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def reach(lanes: str, folder: Path, prompts: bool) -> None:
 
 
 def too_far() -> None:
-    """Copy 17 words between buffers of 16."""
+    """Copy 17 words out of a buffer of 16; to write past one could spoil the layer's own memory, and its report."""
     with Device(0) as device:
-        source, target = (device.allocate(64, DType.U32, StorageKind.STAGED) for _ in range(2))
+        source, target = (device.allocate(nbytes, DType.U32, StorageKind.STAGED) for nbytes in (64, 128))
         copy = Algorithm(device, registry().get("copy_words"), [source, target], {"WORKGROUP": 64}, (1, 1, 1))
         push = {"source_start": 0, "target_start": 0, "count": 17}
         Recording(device, [Run(copy, push), Sync((target,))]).submit()
