@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -350,8 +352,13 @@ def a_step_that_does_not_fit_is_refused_untouched(bench: Bench) -> None:
     closed_model, closed_cache = bench.load_again(), held.model.new_kv_cache(ROWS)
     closed_model.close()
     closed_cache.close()
+    # What only looks like a cache or a context is named, and not used until something in it is missing.
+    like_a_cache: Any = SimpleNamespace(cached_len=0)
+    like_a_context: Any = SimpleNamespace(device=held.model.device)
     with InferenceContext(bench.opened_again) as elsewhere:
         for error, model, tokens, kv, context in (
+            (InvalidInputError, held.model, 1, like_a_cache, held.context),
+            (InvalidInputError, held.model, 1, held.kv, like_a_context),
             (ClosedError, closed_model, 1, held.kv, held.context),
             (ClosedError, held.model, 1, closed_cache, held.context),
             (InvalidInputError, held.model, 1, held.kv, elsewhere),
