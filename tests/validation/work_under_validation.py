@@ -64,7 +64,7 @@ def work(lanes: str, folder: Path, only_decode: bool) -> None:
 
 
 def reach(lanes: str, folder: Path, prompts: bool) -> None:
-    """A prompt chunk that is not full, and decoding on both KV-offset paths."""
+    """A prompt chunk that is not full, decoding on both KV-offset paths, a re-bind, and reading a cache back."""
     with np.load(folder / "expected.npz") as arrays:
         prompt = arrays["input_ids"].tolist()
     with Device(0, lanes=lanes) as device, load(folder, device=device) as model:
@@ -75,6 +75,10 @@ def reach(lanes: str, folder: Path, prompts: bool) -> None:
                     run(model, prompt[:13], kv, context, mode)
                 for token in prompt[:3]:
                     run(model, [token], kv, context, mode)
+                kv.clear()
+                run(model, prompt[:1], kv, context, mode)
+                assert context.stats.rebinds >= 1
+                read_words(device, kv.layers[0].k)
             print(f"ran {device.lanes.form} {kv_offset} {arm} captured")
 
 
