@@ -82,7 +82,7 @@ def test_a_value_beyond_the_asked_type_is_refused_and_the_memory_given_back(tmp_
     tensors[name][3, 5] = 70000.0
     folder = changed_copy(tmp_path / "large", tensors=tensors)
     before = device.allocated_bytes
-    with pytest.raises(ConfigError, match=f"{name} holds values beyond the range of float16.*bf16") as caught:
+    with pytest.raises(ConfigError, match=f"{name} holds values beyond the range of f16.*bf16") as caught:
         load(folder, device=device, weights="f16")
     # While the error is still held, and with it everything that its traceback reaches.
     assert caught.tb is not None

@@ -44,7 +44,8 @@ class TensorTable:
     def matrix(self, name: str, rows: int, columns: int) -> WeightSpec:
         """A [rows, columns] tensor as a constant; raises `ConfigError` where it is missing or has another shape."""
         info = self._checked(name, (rows, columns))
-        return WeightSpec((name,), (rows,), columns, self._dtype or info.dtype)
+        stored = DType.F16 if info.dtype.is_block else info.dtype
+        return WeightSpec((name,), (rows,), columns, self._dtype or stored)
 
     def vector(self, name: str, size: int) -> WeightSpec:
         """A [size] tensor as a float32 constant; raises like `matrix`."""

@@ -13,6 +13,7 @@ from vkdecode.gpu import Device, Lanes, Storage, Uploader
 from vkdecode.graph import WeightSpec
 from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, row_slots, weight_bytes
 from vkdecode.weights import DType, WeightSource, open_weights
+from vkdecode.weights.blocks import decode_rows, encode_rows, ggml_type
 
 Progress = Callable[[int, int], None]
 _PIECE_BYTES = 8 << 20
@@ -115,8 +116,12 @@ class WeightStore:
 
 
 def _gather(source: WeightSource, spec: WeightSpec, slots: NDArray[np.int64]) -> NDArray[np.generic]:
-    """The stacked rows that the slots name, [slots, columns] of the spec's dtype; padding rows are zero."""
-    out = np.zeros((slots.size, spec.columns), DType.F32.numpy if spec.vector else spec.dtype.numpy)
+    """The stacked rows that the slots name, [slots, columns] of the spec's dtype; padding rows are zero.
+
+    Rows of a block format are raw bytes, [slots, bytes]; a block of zero bytes stands for zeros in each of them.
+    """
+    dtype = DType.F32 if spec.vector else spec.dtype
+    out = np.zeros((slots.size, spec.columns // dtype.block_columns * dtype.block_bytes // dtype.itemsize), dtype.numpy)
     start = 0
     for name, count in zip(spec.names, spec.part_rows, strict=True):
         here = np.flatnonzero((slots >= start) & (slots < start + count))
@@ -124,18 +129,23 @@ def _gather(source: WeightSource, spec: WeightSpec, slots: NDArray[np.int64]) ->
             rows = slots[here] - start
             consecutive = rows[-1] - rows[0] + 1 == rows.size and bool((np.diff(rows) == 1).all())
             values = source.read(name, slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows)
-            out[here] = _convert(values.reshape(rows.size, spec.columns), out.dtype, name)
+            out[here] = _convert(values.reshape(rows.size, -1), source.info(name).dtype, dtype, name)
         start += count
     return out
 
 
-def _convert(values: NDArray[np.generic], dtype: np.dtype[np.generic], name: str) -> NDArray[np.generic]:
-    if values.dtype == dtype:
+def _convert(values: NDArray[np.generic], stored: DType, held: DType, name: str) -> NDArray[np.generic]:
+    """Rows of one type as rows of another; raises `ConfigError` where that would lose a value's size."""
+    if stored is held:
         return values
+    if stored.is_block:
+        values = decode_rows(values.view(np.uint8), ggml_type(stored), stored.block_bytes)
+    if held.is_block:
+        return encode_rows(values, held, name)
     with np.errstate(over="ignore"):
-        converted = values.astype(dtype)
+        converted = values.astype(held.numpy)
     if not np.isfinite(converted.astype(np.float32)).all() and np.isfinite(values.astype(np.float32)).all():
         raise ConfigError(
-            f"tensor {name} holds values beyond the range of {dtype.name}; load it with weights='bf16' or 'f32'"
+            f"tensor {name} holds values beyond the range of {held.value}; load it with weights='bf16' or 'f32'"
         )
     return converted

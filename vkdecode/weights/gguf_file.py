@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,30 +9,26 @@ from typing import Any
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from vkdecode.errors import ModelFileError, UnsupportedModelError
-from vkdecode.weights.dtypes import DType
+from vkdecode.weights.blocks import can_decode, decode_rows, ggml_type, scales_are_finite
+from vkdecode.weights.dtypes import BLOCK_DTYPES, PLAIN_DTYPES, DType
 from vkdecode.weights.gguf_families import family_of, hf_config, hf_name, split_name
 from vkdecode.weights.gguf_header import GgufTensor, read_header
 from vkdecode.weights.gguf_meta import Metadata
 from vkdecode.weights.rowfile import RowFile
 from vkdecode.weights.source import ClosableSource, TensorInfo, row_indices
 
-_PLAIN = {
-    GGMLQuantizationType.F32: DType.F32,
-    GGMLQuantizationType.F16: DType.F16,
-    GGMLQuantizationType.BF16: DType.BF16,
-}
+_HELD = {ggml_type(dtype): dtype for dtype in (*PLAIN_DTYPES, *BLOCK_DTYPES)}
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
 class GgufFile(ClosableSource):
     """The weights and config of a GGUF file; `metadata` is the file's own, for the tokenizer.
 
-    F32, F16 and BF16 tensors are held as stored. Quantized ones are dequantized while they are read and held as F16, or
-    as F32 where they have one dimension.
+    Plain tensors and those in a block format that devices hold are read as stored. Those in another format are
+    dequantized while they are read and held as F16; so are blocks of one dimension, as F32.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,9 +71,9 @@ class GgufFile(ClosableSource):
     def info(self, name: str) -> TensorInfo:
         """Shape and element type; `ModelFileError` if missing, `UnsupportedModelError` if it cannot be dequantized."""
         tensor = self._tensor(name)
-        held = _PLAIN.get(tensor.type)
-        if held is None:
-            if not _can_dequantize(tensor.type):
+        held = _HELD.get(tensor.type)
+        if held is None or (held.is_block and len(tensor.shape) == 1):
+            if not can_decode(tensor.type, GGML_QUANT_SIZES[tensor.type][1]):
                 raise UnsupportedModelError(
                     f"tensor {tensor.name} in {self.path} is stored as {tensor.type.name}, which cannot be dequantized"
                 )
@@ -86,7 +81,7 @@ class GgufFile(ClosableSource):
         return TensorInfo(name, tensor.shape, held, tensor.type.name)
 
     def read(self, name: str, rows: slice | NDArray[Any] | None = None) -> NDArray[Any]:
-        """Return rows along axis 0 as a C-contiguous array of `info(name).dtype`, in Hugging Face row order."""
+        """Return rows along axis 0, in Hugging Face row order; see `WeightSource.read`."""
         self._check_open()
         return self._read(self._tensor(name), self.info(name), rows)
 
@@ -107,16 +102,21 @@ class GgufFile(ClosableSource):
             whole = self._file.read_rows(tensor.offset, tensor.row_bytes, np.zeros(1, np.int64))
             return np.ascontiguousarray(self._decode(tensor, whole, info).reshape(-1)[stored])
         per_row = math.prod(tensor.shape[1:-1])
-        out: NDArray[Any] = np.empty((len(wanted), *tensor.shape[1:]), info.dtype.numpy)
+        row_shape = info.read_shape[1:]
+        out: NDArray[Any] = np.empty((len(wanted), *row_shape), info.dtype.numpy)
         for where, block in self._file.read_blocks(tensor.offset, tensor.row_bytes * per_row, stored):
-            out[where] = self._decode(tensor, block, info).reshape(-1, *tensor.shape[1:])
+            out[where] = self._decode(tensor, block, info).reshape(-1, *row_shape)
         return out
 
     def _decode(self, tensor: GgufTensor, block: NDArray[np.uint8], info: TensorInfo) -> NDArray[Any]:
         """Turn stored bytes, uint8 [n, bytes], into values of the held dtype."""
-        if tensor.type in _PLAIN:
+        if _HELD.get(tensor.type) is info.dtype:
+            if info.dtype.is_block and not scales_are_finite(block, info.dtype):
+                raise ModelFileError(
+                    f"tensor {tensor.name} in {self.path} has blocks whose scale is not finite; the file is damaged"
+                )
             return block.reshape(-1).view(info.dtype.numpy)
-        values = dequantize(_long_rows(block, GGML_QUANT_SIZES[tensor.type][1]), tensor.type)
+        values = decode_rows(block, tensor.type, GGML_QUANT_SIZES[tensor.type][1])
         with np.errstate(over="ignore", invalid="ignore"):
             held: NDArray[Any] = values.astype(info.dtype.numpy)
         if not np.isfinite(held).all():
@@ -160,22 +160,6 @@ def interleaved_rows(rows: NDArray[np.int64], head_dim: int) -> NDArray[np.int64
     head, inside = np.divmod(rows, head_dim)
     half, pair = np.divmod(inside, head_dim // 2)
     return np.asarray(head * head_dim + 2 * pair + half, np.int64)
-
-
-def _long_rows(block: NDArray[np.uint8], block_bytes: int) -> NDArray[np.uint8]:
-    """Reshape to fewer, longer rows of whole quantization blocks: `dequantize` works 16 rows at a time."""
-    blocks = block.size // block_bytes
-    width = next(width for width in (256, 128, 64, 32, 16, 8, 4, 2, 1) if blocks % width == 0)
-    return block.reshape(-1, width * block_bytes)
-
-
-@functools.cache
-def _can_dequantize(kind: GGMLQuantizationType) -> bool:
-    try:
-        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
 
 
 def _token_config(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:

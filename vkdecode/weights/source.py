@@ -26,13 +26,18 @@ class TensorInfo:
     """Shape and element type of one tensor.
 
     `dtype` is what `WeightSource.read` returns; `stored_as` is the file's own name for the encoding ("F16", "BF16",
-    "Q4_1").
+    "Q4_1"). `shape` counts numbers, also where `dtype` is a block format.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: DType
     stored_as: str
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        """Shape of the array that `WeightSource.read` returns for all rows: raw bytes for a block format."""
+        return (*self.shape[:-1], self.dtype.row_bytes(self.shape[-1])) if self.dtype.is_block else self.shape
 
 
 class WeightSource(Protocol):
@@ -60,6 +65,8 @@ class WeightSource(Protocol):
 
     def read(self, name: str, rows: slice | NDArray[Any] | None = None) -> NDArray[Any]:
         """Return rows along axis 0 as a C-contiguous array of `info(name).dtype`.
+
+        A row of a block format comes as its raw bytes, uint8; see `TensorInfo.read_shape`.
 
         `rows` is a slice, an integer index array, or None for all of them. No more than the asked rows and one bounded
         block are held in memory.
