@@ -21,6 +21,8 @@ from vkdecode.errors import ModelFileError, UnsupportedModelError
 
 MetaValue = Any
 """A scalar, a str, a list of str, or a 1-D numpy array."""
+MetaType = tuple[GGUFValueType, GGUFValueType | None]
+"""The type of a value, and for an array that of its elements."""
 
 _SCALARS: dict[GGUFValueType, str] = {
     GGUFValueType.UINT8: "<u1",
@@ -57,6 +59,7 @@ class GgufHeader:
     """Metadata and tensors of a GGUF file, under the names of the file."""
 
     metadata: dict[str, MetaValue]
+    types: dict[str, MetaType]
     tensors: dict[str, GgufTensor]
 
 
@@ -122,9 +125,9 @@ def read_header(path: Path) -> GgufHeader:
             _check_version(cursor)
             tensor_count = cursor.count("tensors", 24)
             metadata_count = cursor.count("metadata entries", 13)
-            metadata = _read_metadata(cursor, metadata_count)
+            metadata, types = _read_metadata(cursor, metadata_count)
             _check_whole(path, metadata)
-            return GgufHeader(metadata, _read_tensors(cursor, tensor_count, _alignment(cursor, metadata)))
+            return GgufHeader(metadata, types, _read_tensors(cursor, tensor_count, _alignment(cursor, metadata)))
     except OSError as error:
         raise ModelFileError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -146,14 +149,15 @@ def _check_version(cursor: _Cursor) -> None:
         raise ModelFileError(f"{cursor.path} is GGUF version {version}; convert it again with a current llama.cpp")
 
 
-def _read_metadata(cursor: _Cursor, count: int) -> dict[str, MetaValue]:
+def _read_metadata(cursor: _Cursor, count: int) -> tuple[dict[str, MetaValue], dict[str, MetaType]]:
     metadata: dict[str, MetaValue] = {}
+    types: dict[str, MetaType] = {}
     for _ in range(count):
         key = cursor.string("a metadata key", _MAX_NAME)
         if key in metadata:
             raise cursor.error(f"the key {key!r} comes twice")
-        metadata[key] = _read_value(cursor, key, cursor.u32(f"the type of {key}"))
-    return metadata
+        metadata[key], types[key] = _read_value(cursor, key, cursor.u32(f"the type of {key}"))
+    return metadata, types
 
 
 def _value_type(cursor: _Cursor, key: str, number: int) -> GGUFValueType:
@@ -163,21 +167,22 @@ def _value_type(cursor: _Cursor, key: str, number: int) -> GGUFValueType:
         raise cursor.error(f"{key!r} has the unknown value type {number}") from error
 
 
-def _read_value(cursor: _Cursor, key: str, number: int) -> MetaValue:
+def _read_value(cursor: _Cursor, key: str, number: int) -> tuple[MetaValue, MetaType]:
     kind = _value_type(cursor, key, number)
     if kind is GGUFValueType.STRING:
-        return cursor.string(f"the value of {key!r}")
+        return cursor.string(f"the value of {key!r}"), (kind, None)
     if kind is not GGUFValueType.ARRAY:
         dtype = np.dtype(_SCALARS[kind])
-        return np.frombuffer(cursor.take(dtype.itemsize, f"the value of {key!r}"), dtype)[0].item()
+        return np.frombuffer(cursor.take(dtype.itemsize, f"the value of {key!r}"), dtype)[0].item(), (kind, None)
     element = _value_type(cursor, key, cursor.u32(f"the element type of {key!r}"))
     if element is GGUFValueType.ARRAY:
         raise cursor.error(f"{key!r} is an array of arrays")
     if element is GGUFValueType.STRING:
-        return [cursor.string(f"a string of {key!r}") for _ in range(cursor.count(f"strings in {key!r}", 8))]
+        texts = [cursor.string(f"a string of {key!r}") for _ in range(cursor.count(f"strings in {key!r}", 8))]
+        return texts, (kind, element)
     dtype = np.dtype(_SCALARS[element])
     length = cursor.count(f"values in {key!r}", dtype.itemsize)
-    return np.frombuffer(cursor.take(length * dtype.itemsize, f"the value of {key!r}"), dtype)
+    return np.frombuffer(cursor.take(length * dtype.itemsize, f"the value of {key!r}"), dtype), (kind, element)
 
 
 def _check_whole(path: Path, metadata: dict[str, MetaValue]) -> None:
