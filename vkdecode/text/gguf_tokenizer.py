@@ -107,15 +107,19 @@ class _Vocabulary:
 
 def gguf_tokenizer(source: GgufFile) -> Tokenizer:
     """Build the tokenizer that a GGUF file describes; `TokenizerError` when it has none or one of an unknown kind."""
-    where = str(source.path)
-    kind = source.metadata.get("tokenizer.ggml.model")
+    return metadata_tokenizer(source.metadata, source.config["vocab_size"], str(source.path))
+
+
+def metadata_tokenizer(metadata: Mapping[str, Any], vocab_size: int, where: str) -> Tokenizer:
+    """Build the tokenizer of GGUF metadata for a model of `vocab_size` tokens; raises like `gguf_tokenizer`."""
+    kind = metadata.get("tokenizer.ggml.model")
     build = _KINDS.get(kind) if isinstance(kind, str) else None
     if build is None:
         problem = "no tokenizer" if kind is None else f"a tokenizer of the kind {kind!r}, which is not supported"
         raise TokenizerError(
             f"{where} has {problem}; supported: {', '.join(_KINDS)}; token ids can be used without one"
         )
-    vocabulary = _Vocabulary(source.metadata, where)
+    vocabulary = _Vocabulary(metadata, where)
     try:
         backend, adds_bos = build(vocabulary)
         _add_tokens(backend, vocabulary)
@@ -127,8 +131,8 @@ def gguf_tokenizer(source: GgufFile) -> Tokenizer:
     return Tokenizer(
         backend,
         special,
-        chat_template=_chat_template(source, vocabulary, special),
-        min_vocab_size=source.config["vocab_size"],
+        chat_template=_chat_template(metadata, vocabulary, special),
+        min_vocab_size=vocab_size,
         where=where,
     )
 
@@ -212,12 +216,12 @@ def _special_tokens(vocabulary: _Vocabulary, adds_bos: bool) -> SpecialTokens:
     )
 
 
-def _chat_template(source: GgufFile, vocabulary: _Vocabulary, special: SpecialTokens) -> ChatTemplate | None:
+def _chat_template(metadata: Mapping[str, Any], vocabulary: _Vocabulary, special: SpecialTokens) -> ChatTemplate | None:
     """The templates `tokenizer.chat_template` and `tokenizer.chat_template.<name>`."""
     main = "tokenizer.chat_template"
     found = {
         key.removeprefix(main).removeprefix(".") or "default": value
-        for key, value in source.metadata.items()
+        for key, value in metadata.items()
         if (key == main or key.startswith(f"{main}.")) and isinstance(value, str)
     }
     if not found:
@@ -227,7 +231,7 @@ def _chat_template(source: GgufFile, vocabulary: _Vocabulary, special: SpecialTo
         {"unk_token": vocabulary.token_id("unknown_token_id"), "pad_token": vocabulary.token_id("padding_token_id")}
     )
     texts = {name: vocabulary.tokens[index] for name, index in ids.items() if index is not None}
-    return ChatTemplate(found, texts, str(source.path))
+    return ChatTemplate(found, texts, vocabulary.where)
 
 
 _KINDS: Mapping[str, Callable[[_Vocabulary], tuple[tokenizers.Tokenizer, bool]]] = {
