@@ -46,7 +46,7 @@ DeviceOption = Annotated[
 ]
 WeightsOption = Annotated[
     str | None,
-    typer.Option("--weights", help="Hold weights as f32, f16 or bf16. [default: as they are stored]"),
+    typer.Option("--weights", help="Hold weights as f32, f16, bf16, q8_0 or q4_0. [default: as they are stored]"),
 ]
 MaxSeqLenOption = Annotated[
     int | None, typer.Option("--max-seq-len", min=1, help="Positions of the KV cache, for prompt and answer together.")

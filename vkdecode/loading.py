@@ -24,7 +24,9 @@ def load(
         path: the folder or file.
         device: an open `Device`, an ordinal of `list_devices()`, a kind (`discrete`, `integrated`, `cpu`), a name or a
             part of it; None for what VKDECODE_DEVICE says, else the best GPU, else the CPU driver with a warning.
-        weights: `f32`, `f16` or `bf16` to hold matrices so; None holds them as the file does (quantized blocks as f16).
+        weights: `f32`, `f16`, `bf16`, `q8_0` or `q4_0` to hold matrices so; None holds them as the file does. With
+            `q4_0` the embedding and the output head are held as `q8_0`; a matrix whose rows are no multiple of 32 long
+            is held at 16 bits instead of a block format. Making a block format loses precision.
         progress: called with bytes uploaded and bytes in all.
 
     Returns:

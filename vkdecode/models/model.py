@@ -30,9 +30,10 @@ from vkdecode.graph import WeightSpec
 from vkdecode.models.config import DecoderConfig
 from vkdecode.models.memory import MemoryReport, check_kv_cache, memory_report, plan_load
 from vkdecode.models.registry import architecture_of
-from vkdecode.models.tensors import HELD_DTYPES, TensorTable
+from vkdecode.models.tensors import TensorTable
 from vkdecode.runtime import InferenceContext, WeightStore
 from vkdecode.weights import DType, WeightSource
+from vkdecode.weights.recode import asked_dtype
 
 Progress = Callable[[int, int], None]
 
@@ -218,7 +219,7 @@ def load_model(
     Args:
         source: the file; it may be closed afterwards.
         device: an open device, or what `open_device` takes.
-        weights: `f32`, `f16` or `bf16` to hold matrices so; None for what the file has.
+        weights: `f32`, `f16`, `bf16`, `q8_0` or `q4_0` to hold matrices so; None for what the file has.
         progress: called with bytes uploaded and bytes in all.
 
     Raises:
@@ -226,13 +227,11 @@ def load_model(
         VkDecodeError: the model or its tensors do not allow it; what was taken is given back.
 
     """
-    held = {dtype.value: dtype for dtype in HELD_DTYPES}
-    if weights is not None and (not isinstance(weights, str) or weights not in held):
-        raise InvalidInputError(f"weights must be one of {sorted(held)} or None, not {weights!r}")
+    asked = asked_dtype(weights)
     architecture_of(source.config)
     opened = device if isinstance(device, Device) else open_device(device)
     try:
-        model = Model(source, opened, held[weights] if weights else None, progress)
+        model = Model(source, opened, asked, progress)
     except BaseException:
         if not isinstance(device, Device):
             opened.close()

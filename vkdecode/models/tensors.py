@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from vkdecode.errors import ConfigError
 from vkdecode.graph import WeightSpec
 from vkdecode.weights import DType, TensorInfo, WeightSource
-
-HELD_DTYPES = (DType.F32, DType.F16, DType.BF16)
+from vkdecode.weights.recode import dtype_for_matrix
 
 
 class TensorTable:
@@ -17,7 +16,7 @@ class TensorTable:
 
     Args:
         source: the open file; only its headers are read.
-        dtype: element type to hold matrices in; None for what the file has.
+        dtype: element type to hold matrices in, where `dtype_for_matrix` allows it; None for what the file has.
 
     """
 
@@ -45,7 +44,7 @@ class TensorTable:
         """A [rows, columns] tensor as a constant; raises `ConfigError` where it is missing or has another shape."""
         info = self._checked(name, (rows, columns))
         stored = DType.F16 if info.dtype.is_block else info.dtype
-        return WeightSpec((name,), (rows,), columns, self._dtype or stored)
+        return WeightSpec((name,), (rows,), columns, dtype_for_matrix(name, stored, columns, self._dtype))
 
     def vector(self, name: str, size: int) -> WeightSpec:
         """A [size] tensor as a float32 constant; raises like `matrix`."""

@@ -51,13 +51,17 @@ def encode_rows(values: NDArray[np.generic], dtype: DType, name: str) -> NDArray
     """Quantize rows [n, columns], columns a multiple of the block's, into raw rows, uint8 [n, bytes].
 
     Raises:
-        ConfigError: a value is not finite, so no block can hold it.
+        ConfigError: a value is not finite or so large that its block's float16 scale is not, so no block can hold it.
 
     """
     wide = values.astype(np.float32)
     if not np.isfinite(wide).all():
         raise ConfigError(f"tensor {name} has values that are not finite, which {dtype.value} cannot hold")
-    return np.ascontiguousarray(quantize(wide, ggml_type(dtype)))
+    with np.errstate(all="ignore"):  # a scale that underflows makes a block of zeros, one that overflows is found below
+        rows = np.ascontiguousarray(quantize(wide, ggml_type(dtype)))
+    if not scales_are_finite(rows, dtype):
+        raise ConfigError(f"tensor {name} has values beyond the range of {dtype.value}; use weights 'bf16' or 'f32'")
+    return rows
 
 
 @functools.cache
