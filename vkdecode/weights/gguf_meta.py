@@ -12,17 +12,25 @@ from vkdecode.errors import ModelFileError, UnsupportedModelError
 
 
 class Metadata:
-    """GGUF metadata of one architecture; keys are given without the architecture's prefix."""
+    """GGUF metadata of one architecture; keys are given without the architecture's prefix.
+
+    It remembers which keys were looked at, so that those that nobody understood can be refused. `where` names the file.
+    """
 
     def __init__(self, values: Mapping[str, Any], arch: str, where: str) -> None:
         self._values = values
         self._arch = arch
-        self._where = where
+        self._read: set[str] = set()
+        self.where = where
 
     def names(self) -> list[str]:
         """Keys of this architecture, without the prefix."""
         prefix = f"{self._arch}."
         return [key[len(prefix) :] for key in self._values if key.startswith(prefix)]
+
+    def unread(self) -> list[str]:
+        """Keys of this architecture that nothing has looked at, without the prefix."""
+        return [key for key in self.names() if key not in self._read]
 
     def has(self, key: str) -> bool:
         """Whether the architecture's key is there."""
@@ -53,15 +61,37 @@ class Metadata:
             raise ModelFileError(f"{self._name(key)} is {value!r}; a string is needed")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        """A true or false value."""
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise ModelFileError(f"{self._name(key)} is {value!r}; true or false is needed")
+        return value
+
+    def window_layers(self, layers: int, pattern: int) -> list[bool]:
+        """Which layers have a sliding window: all but every `pattern`-th, unless the file says otherwise.
+
+        Files say it by a number, or by a flag for each layer.
+        """
+        key = "attention.sliding_window_pattern"
+        value = self._get(key, pattern)
+        if isinstance(value, np.ndarray):
+            if len(value) != layers or value.dtype.kind not in "biu":
+                raise ModelFileError(f"{self._name(key)} does not give a flag for each of {layers} layers")
+            return [bool(flag) for flag in value]
+        number = self.integer(key, pattern)
+        return [(layer + 1) % number != 0 for layer in range(layers)]
+
     def is_set(self, key: str) -> bool:
         """Whether the key is there with a value other than zero, false or empty."""
         value = self._values.get(f"{self._arch}.{key}")
         return bool(np.any(value)) if isinstance(value, np.ndarray) else bool(value)
 
     def _name(self, key: str) -> str:
-        return f"metadata {self._arch}.{key} of {self._where}"
+        return f"metadata {self._arch}.{key} of {self.where}"
 
     def _get(self, key: str, default: Any) -> Any:
+        self._read.add(key)
         value = self._values.get(f"{self._arch}.{key}", default)
         if value is None:
             raise ModelFileError(f"{self._name(key)} is missing")
