@@ -1,6 +1,7 @@
 """Vulkan devices, storages, kernels and recordings; the only package that touches Kompute."""
 
 from vkdecode.gpu.choice import best_device, find_device, open_device
+from vkdecode.gpu.copy_speed import copy_seconds
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
 from vkdecode.gpu.lanes import Lanes, choose_lanes, shared_lanes, subgroup_lanes
@@ -34,6 +35,7 @@ __all__ = [
     "check_buffer",
     "check_dispatch",
     "choose_lanes",
+    "copy_seconds",
     "find_device",
     "largest_buffer",
     "list_devices",

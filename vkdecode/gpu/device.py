@@ -49,6 +49,8 @@ os.register_at_fork(after_in_child=_after_fork)
 class Device:
     """A Vulkan device opened by its ordinal; a context manager.
 
+    `submission_seconds` is the time that all submissions so far took, from handing one to the driver until it was done.
+
     Args:
         ordinal: position in `list_devices()`.
         lanes: the kernels' form, `subgroup` or `shared`; `auto` picks by the device.
@@ -79,6 +81,7 @@ class Device:
         self._lanes: Lanes | None = None
         self._allocated = 0
         self._allocations = 0
+        self.submission_seconds = 0.0
         self.kp = load_kompute()
         try:
             self._manager: Any = self.kp.Manager(ordinal)

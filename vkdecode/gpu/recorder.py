@@ -8,6 +8,7 @@ the transfer to shader barrier that Kompute records before each dispatch complet
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,12 +139,15 @@ class Recording:
                 if not isinstance(step, Run):
                     for storage in step.storages:
                         _ = storage.tensor
+            started = time.perf_counter()
             try:
                 self._sequence.eval()
             except RuntimeError as error:
                 raise DeviceError(
                     f"device {self._device.info} failed during a submission: {error}; open it anew"
                 ) from error
+            finally:
+                self._device.submission_seconds += time.perf_counter() - started
 
 
 def _staged(storage: Storage) -> Storage:

@@ -48,7 +48,7 @@ class Uploader:
 
     def _copy(self, target: Storage, start_word: int, count: int) -> None:
         if self._target is not target or self._algorithm is None:
-            self._algorithm = _copy_algorithm(self._device, self._host, target, self._host.nbytes // 4)
+            self._algorithm = copy_algorithm(self._device, self._host, target, self._host.nbytes // 4)
             self._target = target
         push = {"source_start": 0, "target_start": start_word, "count": count}
         Recording(self._device, [Run(self._algorithm, push)]).submit()
@@ -64,7 +64,7 @@ def read_words(device: Device, source: Storage, chunk_bytes: int = _CHUNK_BYTES)
     total = source.nbytes // 4
     step = min(chunk_bytes // 4, device.largest_buffer_bytes // 4, total)
     staging = device.allocate(4 * step, DType.U32, StorageKind.STAGED)
-    algorithm = _copy_algorithm(device, source, staging, step)
+    algorithm = copy_algorithm(device, source, staging, step)
     result = np.empty(total, np.uint32)
     for first in range(0, total, step):
         count = min(step, total - first)
@@ -75,7 +75,7 @@ def read_words(device: Device, source: Storage, chunk_bytes: int = _CHUNK_BYTES)
     return result
 
 
-def _copy_algorithm(device: Device, source: Storage, target: Storage, most_words: int) -> Algorithm:
+def copy_algorithm(device: Device, source: Storage, target: Storage, most_words: int) -> Algorithm:
     """A copy kernel for up to `most_words`, its workgroups folded to two axes."""
     groups = -(-most_words // _WORKGROUP)
     limit = device.info.limits.max_compute_work_group_count[0]

@@ -46,7 +46,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """One physical device. Only the ordinal tells two equal devices apart: name and UUID can be the same."""
+    """One physical device. Only the ordinal tells two equal devices apart: name and UUID can be the same.
+
+    `timestamp_nanoseconds` is the length of one tick of its timestamps; 0 where its compute queues have none.
+    """
 
     ordinal: int
     name: str
@@ -59,6 +62,7 @@ class DeviceInfo:
     subgroup_size: int
     subgroup_ops: bool
     limits: Limits
+    timestamp_nanoseconds: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.ordinal}: {self.name} ({self.vendor}, {self.kind})"
@@ -169,6 +173,7 @@ def _describe(vulkan: Any, ordinal: int, handle: Any) -> DeviceInfo:
             max_push_constants_bytes=int(raw.maxPushConstantsSize),
             max_storage_buffers_per_stage=int(raw.maxPerStageDescriptorStorageBuffers),
         ),
+        timestamp_nanoseconds=float(raw.timestampPeriod) if raw.timestampComputeAndGraphics else 0.0,
     )
 
 
