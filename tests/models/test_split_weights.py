@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from vkdecode.gpu import Device, StorageKind
 from vkdecode.graph import Graph, NodeId, Op, SymEnv, WeightSpec
 from vkdecode.loading import load
 from vkdecode.runtime import InferenceContext, StorageCache, WeightStore
-from vkdecode.weights import DType
+from vkdecode.weights import DType, open_weights
 
 
 @contextmanager
@@ -78,7 +79,7 @@ def test_a_head_over_the_range_that_vulkan_promises(tmp_path: Path, device: Devi
     graph = Graph()
     source = graph.data("x", (1, hidden))
     head = graph.weight(WeightSpec((name,), (vocab,), hidden, DType.F16))
-    store = WeightStore(device, device.lanes, tmp_path)
+    store = WeightStore(device, device.lanes, partial(open_weights, tmp_path))
 
     def bind(graph: Graph, constants: Sequence[NodeId]) -> StorageCache:
         cache = StorageCache()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from vkdecode.models.memory import MemoryReport, check_kv_cache, memory_report, 
 from vkdecode.models.registry import architecture_of
 from vkdecode.models.tensors import TensorTable
 from vkdecode.runtime import InferenceContext, WeightStore
-from vkdecode.weights import DType, WeightSource
+from vkdecode.weights import DType, WeightSource, open_weights
 from vkdecode.weights.recode import asked_dtype
 
 Progress = Callable[[int, int], None]
+OpenSource = Callable[[], WeightSource]
 
 
 class Model:
@@ -46,7 +48,12 @@ class Model:
     """
 
     def __init__(
-        self, source: WeightSource, device: Device, dtype: DType | None = None, progress: Progress | None = None
+        self,
+        source: WeightSource,
+        device: Device,
+        dtype: DType | None = None,
+        progress: Progress | None = None,
+        open_source: OpenSource | None = None,
     ) -> None:
         model_type, self._architecture = architecture_of(source.config)
         self.path: Path = source.path
@@ -64,7 +71,7 @@ class Model:
             "dtype": dtype.value if dtype else None,
         }
         self.shape_key = make_shape_key(model_type, structure, self.instance_id)
-        self.weight_store = WeightStore(device, device.lanes, source.path)
+        self.weight_store = WeightStore(device, device.lanes, open_source or partial(open_weights, source.path))
         self._owns_device = False
         self._closed = False
         self._plan = plan_load(self)
@@ -213,6 +220,7 @@ def load_model(
     device: Device | int | str | None = None,
     weights: str | None = None,
     progress: Progress | None = None,
+    open_source: OpenSource | None = None,
 ) -> Model:
     """Put an open file's model on a device.
 
@@ -221,6 +229,7 @@ def load_model(
         device: an open device, or what `open_device` takes.
         weights: `f32`, `f16`, `bf16`, `q8_0` or `q4_0` to hold matrices so; None for what the file has.
         progress: called with bytes uploaded and bytes in all.
+        open_source: opens the same weights again, now and for what a later step needs; None opens `source.path`.
 
     Raises:
         DeviceError: the device's limits or memory do not allow it, with the numbers; nothing was uploaded.
@@ -231,7 +240,7 @@ def load_model(
     architecture_of(source.config)
     opened = device if isinstance(device, Device) else open_device(device)
     try:
-        model = Model(source, opened, asked, progress)
+        model = Model(source, opened, asked, progress, open_source)
     except BaseException:
         if not isinstance(device, Device):
             opened.close()

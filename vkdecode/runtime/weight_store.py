@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +11,7 @@ from vkdecode.errors import ClosedError, ConfigError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Lanes, Storage, Uploader
 from vkdecode.graph import WeightSpec
 from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, row_slots, weight_bytes
-from vkdecode.weights import DType, WeightSource, open_weights
+from vkdecode.weights import DType, WeightSource
 from vkdecode.weights.blocks import decode_rows, encode_rows, ggml_type
 
 Progress = Callable[[int, int], None]
@@ -25,14 +24,14 @@ class WeightStore:
     Args:
         device: where the weights live.
         lanes: the kernel shape, which decides their layout.
-        path: the model file; it is open only while something is read.
+        open_source: opens the model file; it is open only while something is read.
 
     """
 
-    def __init__(self, device: Device, lanes: Lanes, path: Path) -> None:
+    def __init__(self, device: Device, lanes: Lanes, open_source: Callable[[], WeightSource]) -> None:
         self.device = device
         self.lanes = lanes
-        self._path = path
+        self._open_source = open_source
         self._storages: dict[WeightSpec, Storage] = {}
         self._closed = False
 
@@ -47,7 +46,7 @@ class WeightStore:
         total = sum(self.nbytes(spec) for spec in wanted)
         self._check_fits(total)
         done = 0
-        source = open_weights(self._path)
+        source = self._open_source()
         uploader = Uploader(self.device)
         try:
             for spec in wanted:
