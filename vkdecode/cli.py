@@ -206,33 +206,85 @@ def chat(
 
 @app.command()
 def bench(
-    model: ModelArgument,
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Decode steps for each median.")] = 32,
-    context_len: Annotated[int, typer.Option("--context", min=1, help="Cached rows before them.")] = 64,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A Hugging Face model folder or a .gguf file.")
+    ] = None,
+    synthetic: Annotated[
+        str | None,
+        typer.Option(
+            "--synthetic",
+            metavar="CONFIG",
+            help="Instead of MODEL: random weights for a config.json, a folder with one, or a built-in shape such as "
+            "llama-3.2-1b; --weights says in which type, any that files can hold.  [default type: f16]",
+        ),
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            "--context", metavar="N,N", help="Decode after so many cached tokens. [default: 50,250,1000, as fits]"
+        ),
+    ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option("--prefill", metavar="N,N", help="Prompt lengths. [default: 16,64,256,1000, as fits]"),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", "-n", min=1, help="Decode steps for each median. [default: 32]")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="One length of each kind and few repeats: seconds.")] = False,
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write JSON to a file; - to standard output, alone.")
+    ] = None,
+    plot: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="FILE", help="Draw tokens per second against context: .png or .svg."),
+    ] = None,
     device: DeviceOption = None,
     weights: WeightsOption = None,
 ) -> None:
-    """Measure prompt and decode speed, and what changing the KV cache costs."""
+    """Measure speed, bytes and memory.
+
+    Prefill and decode by length, load time and time to first token, the three ways to realize a step with both ways
+    for the KV offset, what a change of cache costs, host time outside the submissions, device and host memory, and
+    the bytes read per second against the device's own copy bandwidth.
+    """
     import json
 
     from rich.console import Console
-    from rich.table import Table
 
-    from vkdecode.bench import bench as measure
+    if (model is None) == (synthetic is None):
+        raise typer.BadParameter("give either MODEL or --synthetic CONFIG")
+    from vkdecode.bench import BenchOptions, counts, run_bench, save_plot, synthetic_source, tables
+    from vkdecode.bench.plot import check_plot, check_writable
+    from vkdecode.bench.report import headline
 
-    with closing(_load(model, device, weights)) as loaded:
-        rows = measure(loaded, tokens, context_len)
-    if as_json:
-        fields = ("group", "name", "milliseconds", "tokens_per_second")
-        print(json.dumps([{field: getattr(row, field) for field in fields} for row in rows], indent=2))
-        return
-    table = Table("", "", "ms a token", "tok/s")
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(row.group, row.name, f"{row.milliseconds:.1f}", f"{row.tokens_per_second:.1f}")
-    Console().print(table)
+    options = BenchOptions(
+        contexts=None if context is None else counts(context, "--context"),
+        prefills=None if prefill is None else counts(prefill, "--prefill"),
+        tokens=tokens,
+        quick=quick,
+    )
+    picture = None if plot is None else check_plot(plot)
+    if json_file not in (None, "-"):
+        check_writable(Path(str(json_file)), "--json")
+    target = str(model) if synthetic is None else synthetic_source(synthetic, weights or "f16")
+    with ExitStack() as stack:
+        status = Console(stderr=True).status("loading")
+        if sys.stderr.isatty():
+            stack.enter_context(status)
+        result = run_bench(target, device, weights if synthetic is None else None, options, status=status.update)
+    text = json.dumps(result.as_json(), indent=2)
+    if json_file == "-":
+        print(text)
+    else:
+        console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+        console.print(headline(result), markup=False)
+        for table in tables(result):
+            console.print(table)
+    if json_file not in (None, "-"):
+        Path(str(json_file)).write_text(text + "\n", encoding="utf-8")
+    if picture is not None:
+        save_plot(result, picture, headline(result))
 
 
 @app.command()

@@ -1,0 +1,188 @@
+"""Made-up weights of any size, without a file: shapes from a config, rows from a small pool of random ones.
+
+What a device computes with them means nothing, but takes as long as with real ones of the same shapes and types.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vkdecode.bench.shapes import BUILT_IN
+from vkdecode.decode import KvGeometry, StepOptions
+from vkdecode.errors import InvalidInputError, ModelFileError
+from vkdecode.graph import WeightSpec
+from vkdecode.models.registry import architecture_of
+from vkdecode.models.tensors import TensorTable
+from vkdecode.weights import DType, TensorInfo
+from vkdecode.weights.dtypes import BLOCK_DTYPES, PLAIN_DTYPES
+from vkdecode.weights.jsonfile import read_json_object
+from vkdecode.weights.source import row_indices
+
+SYNTHETIC_DTYPES = (*PLAIN_DTYPES, *BLOCK_DTYPES)
+_POOL_BYTES = 2 << 20
+# About what training starts from: activations stay in a sane range at any width.
+_DEVIATION = 0.02
+# For each format the byte offsets of its float16 scale and offset (None where it has none), and values for them which
+# give random quants about the deviation above and a mean near 0.
+_SCALES: Mapping[DType, tuple[int, int | None, float, float]] = {
+    DType.Q4_0: (0, None, 4.3e-3, 0.0),
+    DType.Q4_1: (0, 2, 4.3e-3, -3.2e-2),
+    DType.Q5_0: (0, None, 2.2e-3, 0.0),
+    DType.Q5_1: (0, 2, 2.2e-3, -3.4e-2),
+    DType.Q8_0: (0, None, 2.7e-4, 0.0),
+    DType.Q2_K: (80, 82, 1.3e-3, 2.0e-3),
+    DType.Q3_K: (108, None, 4.7e-4, 0.0),
+    DType.Q4_K: (0, 2, 8.0e-5, 6.0e-4),
+    DType.Q5_K: (0, 2, 4.0e-5, 6.0e-4),
+    DType.Q6_K: (208, None, 1.5e-5, 0.0),
+    DType.IQ4_NL: (0, None, 2.8e-4, 0.0),
+}
+
+
+class SyntheticSource:
+    """Random weights for a config, the same in every run.
+
+    Args:
+        name: what to call the model.
+        config: as a config.json has it.
+        dtype: element type of all matrices. Where rows are no multiple of its blocks, or for an output head in a
+            format below 6 bits, the next one of q6_k, q8_0 and f16 that fits is taken, as quantized files do.
+
+    Raises:
+        VkDecodeError: the architecture or its config is not supported.
+
+    """
+
+    def __init__(self, name: str, config: Mapping[str, Any], dtype: DType = DType.F16) -> None:
+        self.path = Path(name)
+        self.config: Mapping[str, Any] = dict(config)
+        self.generation_config: Mapping[str, Any] = {}
+        self.dtype = dtype
+        self._infos: dict[str, TensorInfo] = {}
+        self._pools: dict[tuple[DType, int], NDArray[Any]] = {}
+        self._infos = _infos(self, dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, as a file would hold them."""
+        return sum(_stored_bytes(info) for info in self._infos.values())
+
+    def names(self) -> Sequence[str]:
+        """Names of all tensors."""
+        return list(self._infos)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._infos
+
+    def info(self, name: str) -> TensorInfo:
+        """Shape and element type; `ModelFileError` if it is missing."""
+        if name not in self._infos:
+            raise ModelFileError(f"the synthetic model {self.path} has no tensor {name}")
+        return self._infos[name]
+
+    def read(self, name: str, rows: slice | NDArray[Any] | None = None) -> NDArray[Any]:
+        """Rows along axis 0, raw bytes for a block format; a vector is ones for a weight and zeros for a bias."""
+        info = self.info(name)
+        wanted = row_indices(rows, info.shape[0], name)
+        if len(info.shape) == 1:
+            return np.full(wanted.size, float(name.endswith("weight")), info.dtype.numpy)
+        pool = self._pool(info.dtype, info.shape[-1])
+        start = zlib.crc32(name.encode())
+        picked: NDArray[Any] = pool[(wanted + start) % len(pool)]
+        return picked
+
+    def close(self) -> None:
+        """Do nothing: there is no file, and what is read later is read again from here."""
+
+    def _pool(self, dtype: DType, columns: int) -> NDArray[Any]:
+        key = (dtype, columns)
+        if key not in self._pools:
+            self._pools[key] = random_rows(dtype, columns, max(_POOL_BYTES // dtype.row_bytes(columns), 1))
+        return self._pools[key]
+
+
+def synthetic_source(config: str, dtype: str = "f16") -> SyntheticSource:
+    """Made-up weights for a built-in shape, a config.json, or a folder with one.
+
+    Raises:
+        InvalidInputError: no such shape or file, or an unknown element type.
+        VkDecodeError: the config is damaged or not supported.
+
+    """
+    known = {one.value: one for one in SYNTHETIC_DTYPES}
+    if dtype not in known:
+        raise InvalidInputError(f"synthetic weights must be one of {', '.join(known)}, not {dtype!r:.40}")
+    if config.lower() in BUILT_IN:
+        return SyntheticSource(config.lower(), BUILT_IN[config.lower()], known[dtype])
+    path = Path(config).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        names = ", ".join(BUILT_IN)
+        raise InvalidInputError(
+            f"--synthetic {config!r:.80} is neither a built-in shape nor a config.json; built in: {names}"
+        )
+    return SyntheticSource(file.resolve().parent.name or file.name, read_json_object(file), known[dtype])
+
+
+def random_rows(dtype: DType, columns: int, rows: int) -> NDArray[Any]:
+    """Random rows: normal numbers, or blocks of random quants with sane scales; block formats as raw bytes."""
+    rng = np.random.default_rng(columns)
+    if not dtype.is_block:
+        return (rng.standard_normal((rows, columns), np.float32) * np.float32(_DEVIATION)).astype(dtype.numpy)
+    raw = rng.integers(0, 256, (rows, dtype.row_bytes(columns)), np.uint8)
+    blocks = raw.reshape(-1, dtype.block_bytes)
+    at_scale, at_offset, scale, offset = _SCALES[dtype]
+    for at, value in ((at_scale, scale), (at_offset, offset)):
+        if at is not None:
+            blocks[:, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
+    return raw
+
+
+class _AskedTensors(TensorTable):
+    """Has every tensor that an architecture asks for, in the shape in which it asks."""
+
+    def __init__(self, source: SyntheticSource) -> None:
+        super().__init__(source)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def matrix(self, name: str, rows: int, columns: int) -> WeightSpec:
+        self.shapes[name] = (rows, columns)
+        return WeightSpec((name,), (rows,), columns, DType.F32)
+
+    def vector(self, name: str, size: int) -> WeightSpec:
+        self.shapes[name] = (size,)
+        return WeightSpec((name,), (size,), 1, DType.F32, vector=True)
+
+
+def _infos(empty: SyntheticSource, dtype: DType) -> dict[str, TensorInfo]:
+    """What the architecture's decode step asks for is what the model has."""
+    _, architecture = architecture_of(empty.config)
+    config = architecture.parse_config(empty.config)
+    rope = architecture.rope(empty.config, config)
+    tensors = _AskedTensors(empty)
+    kv = KvGeometry(config.num_hidden_layers, config.num_key_value_heads, 1, config.head_dim, DType.F32)
+    options = StepOptions(1, "last", architecture.DEFAULT_KV_OFFSET, "masked")
+    architecture.build_step(config, tensors, rope.rotary_dim, options, kv)
+    # Without a head of its own, the embedding, which is asked for first, is the head too.
+    head = "lm_head.weight" if "lm_head.weight" in tensors.shapes else next(iter(tensors.shapes))
+    held = {name: _held(dtype, shape, name == head) for name, shape in tensors.shapes.items()}
+    return {name: TensorInfo(name, shape, held[name], held[name].name) for name, shape in tensors.shapes.items()}
+
+
+def _held(dtype: DType, shape: tuple[int, ...], is_head: bool) -> DType:
+    if len(shape) == 1:
+        return DType.F32
+    columns = shape[-1]
+    few_bits = dtype.is_block and 8 * dtype.block_bytes < 6 * dtype.block_columns
+    wanted = [DType.Q6_K, DType.Q8_0, DType.F16] if is_head and few_bits else [dtype, DType.Q6_K, DType.Q8_0, DType.F16]
+    return next(one for one in wanted if one.fits(columns))
+
+
+def _stored_bytes(info: TensorInfo) -> int:
+    return int(np.prod(info.shape[:-1], dtype=np.int64)) * info.dtype.row_bytes(info.shape[-1])
