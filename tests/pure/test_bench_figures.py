@@ -237,8 +237,11 @@ def test_a_row_is_the_same_however_it_is_asked_for() -> None:
 
 def test_heads_and_odd_rows_take_a_format_that_fits() -> None:
     eight = synthetic_source("llama-3.1-8b", "q4_0")
-    assert eight.info("lm_head.weight").dtype is DType.Q6_K
-    assert eight.info("model.embed_tokens.weight").dtype is DType.Q4_0
+    for vocabulary in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert eight.info(vocabulary).dtype is DType.Q8_0
+        assert synthetic_source("llama-3.1-8b", "q4_k").info(vocabulary).dtype is DType.Q6_K
+        assert synthetic_source("llama-3.1-8b", "q5_1").info(vocabulary).dtype is DType.Q5_1
+    assert eight.info("model.layers.0.mlp.down_proj.weight").dtype is DType.Q4_0
     assert eight.info("model.norm.weight").dtype is DType.F32
     small = synthetic_source("smollm2-135m", "q4_k")
     assert small.info("model.embed_tokens.weight").dtype is DType.Q8_0
@@ -247,7 +250,7 @@ def test_heads_and_odd_rows_take_a_format_that_fits() -> None:
     odd = SyntheticSource("odd", {**BUILT_IN["smollm2-135m"], "intermediate_size": 40}, DType.Q8_0)
     assert odd.info("model.layers.0.mlp.down_proj.weight").dtype is DType.F16
     billions = eight.nbytes / 1e9
-    assert 4.4 < billions < 4.9
+    assert 5.0 < billions < 5.2
 
 
 def test_a_phi_config_has_phi_tensors(tmp_path: Path) -> None:

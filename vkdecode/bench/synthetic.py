@@ -26,6 +26,7 @@ from vkdecode.weights.source import row_indices
 
 SYNTHETIC_DTYPES = (*PLAIN_DTYPES, *BLOCK_DTYPES)
 _POOL_BYTES = 2 << 20
+_VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 # About what training starts from: activations stay in a sane range at any width.
 _DEVIATION = 0.02
 # For each format the byte offsets of its float16 scale and offset (None where it has none), and values for them which
@@ -51,8 +52,9 @@ class SyntheticSource:
     Args:
         name: what to call the model.
         config: as a config.json has it.
-        dtype: element type of all matrices. Where rows are no multiple of its blocks, or for an output head in a
-            format below 6 bits, the next one of q6_k, q8_0 and f16 that fits is taken, as quantized files do.
+        dtype: element type of the matrices. As in quantized files, embedding and head are q8_0 (q6_k beside formats
+            with blocks of 256) where the format has fewer than 6 bits, and rows that are no whole number of blocks are
+            held as q8_0 or f16.
 
     Raises:
         VkDecodeError: the architecture or its config is not supported.
@@ -169,19 +171,17 @@ def _infos(empty: SyntheticSource, dtype: DType) -> dict[str, TensorInfo]:
     kv = KvGeometry(config.num_hidden_layers, config.num_key_value_heads, 1, config.head_dim, DType.F32)
     options = StepOptions(1, "last", architecture.DEFAULT_KV_OFFSET, "masked")
     architecture.build_step(config, tensors, rope.rotary_dim, options, kv)
-    # Without a head of its own, the embedding, which is asked for first, is the head too.
-    head = "lm_head.weight" if "lm_head.weight" in tensors.shapes else next(iter(tensors.shapes))
-    held = {name: _held(dtype, shape, name == head) for name, shape in tensors.shapes.items()}
+    held = {name: _held(dtype, name, shape) for name, shape in tensors.shapes.items()}
     return {name: TensorInfo(name, shape, held[name], held[name].name) for name, shape in tensors.shapes.items()}
 
 
-def _held(dtype: DType, shape: tuple[int, ...], is_head: bool) -> DType:
+def _held(dtype: DType, name: str, shape: tuple[int, ...]) -> DType:
     if len(shape) == 1:
         return DType.F32
-    columns = shape[-1]
     few_bits = dtype.is_block and 8 * dtype.block_bytes < 6 * dtype.block_columns
-    wanted = [DType.Q6_K, DType.Q8_0, DType.F16] if is_head and few_bits else [dtype, DType.Q6_K, DType.Q8_0, DType.F16]
-    return next(one for one in wanted if one.fits(columns))
+    finer = DType.Q6_K if dtype.block_columns > DType.Q8_0.block_columns else DType.Q8_0
+    wanted = finer if few_bits and name.endswith(_VOCABULARY_TENSORS) else dtype
+    return next(one for one in (wanted, DType.Q8_0, DType.F16) if one.fits(shape[-1]))
 
 
 def _stored_bytes(info: TensorInfo) -> int:
