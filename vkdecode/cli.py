@@ -254,8 +254,16 @@ def bench(
 
     if (model is None) == (synthetic is None):
         raise typer.BadParameter("give either MODEL or --synthetic CONFIG")
-    from vkdecode.bench import BenchOptions, counts, run_bench, save_plot, synthetic_source, tables
-    from vkdecode.bench.plot import check_plot, check_writable
+    from vkdecode.bench import (
+        BenchOptions,
+        check_plot,
+        check_writable,
+        counts,
+        run_bench,
+        save_plot,
+        synthetic_source,
+        tables,
+    )
     from vkdecode.bench.report import headline
 
     options = BenchOptions(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -174,6 +177,37 @@ def test_a_synthetic_model_gives_finite_and_repeatable_logits(device: Device, dt
             rows.append(model.forward([3, 4, 5], kv))
     assert np.isfinite(rows[0]).all() and rows[0].std() > 0
     np.testing.assert_array_equal(rows[0], rows[1])
+
+
+def test_the_comparison_with_llama_cpp_runs_as_a_script(tmp_path: Path, device: Device) -> None:
+    root = Path(__file__).resolve().parents[2]
+    program, file = tmp_path / "server", tmp_path / "figures.json"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {root / "tests/pure/stub_llama_server.py"} "$@"\n')
+    program.chmod(0o755)
+    args = ("--server", str(program), "--llama-model", str(program), "--rounds", "2", "--tokens", "3")
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(root / "bench" / "compare_llama_cpp.py"),
+            str(TINY / "llama"),
+            *args,
+            "--prefill",
+            "40",
+            "--json",
+            str(file),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(root), "STUB_DEVICE": device.info.name},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "prefill of 40 tokens" in done.stdout
+    found = json.loads(file.read_text())
+    assert found["decode"]["llama_cpp"]["median"] == pytest.approx(2.0)
+    assert found["prefill"]["llama_cpp"]["median"] == pytest.approx(10.0)
+    assert len(found["by_round"]["vkdecode"]) == 2
+    assert found["decode"]["ratio"] > 0
 
 
 def test_a_run_leaves_a_given_device_as_it_was(device: Device) -> None:

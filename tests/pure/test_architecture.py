@@ -111,7 +111,7 @@ def test_imports_point_down_and_only_gpu_uses_kompute() -> None:
 
 
 def test_examples_and_tools_leave_kompute_to_the_package() -> None:
-    files = sources("examples/*.py", "build_shaders.py")
+    files = sources("examples/*.py", "bench/*.py", "build_shaders.py")
     imported = {name.partition(".")[0] for path, text in files.items() for _, name in imported_modules(path, text)}
     assert not imported & GPU_BINDINGS
 
@@ -164,7 +164,15 @@ def test_an_import_within_the_rules_passes(path: str, source: str) -> None:
 
 
 def test_no_module_is_too_long() -> None:
-    kinds = (f"{PACKAGE}/**/*.py", "tests/**/*.py", "examples/*.py", "*.py", "shaders/**/*.comp", "shaders/**/*.glsl")
+    kinds = (
+        f"{PACKAGE}/**/*.py",
+        "tests/**/*.py",
+        "examples/*.py",
+        "bench/*.py",
+        "*.py",
+        "shaders/**/*.comp",
+        "shaders/**/*.glsl",
+    )
     assert overlong(sources(*kinds)) == []
     assert overlong({"a.py": "x\n" * LINE_LIMIT, "b.py": "x\n" * (LINE_LIMIT + 1)}) == ["b.py: 451 lines"]
 

@@ -4,7 +4,7 @@ Times are of whole calls from Python. Speed is measured here, never in a test.
 """
 
 from vkdecode.bench.options import BenchOptions, counts
-from vkdecode.bench.plot import check_plot, save_plot
+from vkdecode.bench.plot import check_plot, check_writable, save_plot
 from vkdecode.bench.report import tables
 from vkdecode.bench.result import SCHEMA, BenchResult
 from vkdecode.bench.run import run_bench
@@ -18,6 +18,7 @@ __all__ = [
     "BenchResult",
     "SyntheticSource",
     "check_plot",
+    "check_writable",
     "counts",
     "run_bench",
     "save_plot",
