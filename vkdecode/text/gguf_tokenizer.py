@@ -19,20 +19,33 @@ from vkdecode.weights import GgufFile
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 _MARK = "▁"
 
-_END_OF_TURN = frozenset(
+_ENDS = frozenset(
     (
         "<|eot_id|>",
         "<|eom_id|>",
         "<|im_end|>",
         "<|end|>",
+        "<|return|>",
+        "<|call|>",
         "<end_of_turn>",
+        "<end_of_utterance>",
         "<|endoftext|>",
         "<|end_of_text|>",
         "<EOT>",
+        "_<EOT>",
+        "[EOT]",
         "<｜end▁of▁sentence｜>",
+        "<|fim_pad|>",
+        "<|repo_name|>",
+        "<|file_sep|>",
     )
 )
-"""Control tokens that end a turn whatever else the file says, as in llama.cpp: older files name only one end."""
+"""Tokens that end a text or a turn whatever else the file says, as in llama.cpp: older files name only one end."""
+_HARMONY = frozenset({"<|return|>", "<|call|>"})
+_HARMONY_MESSAGE_END = "<|end|>"
+"""Where a vocabulary has both of `_HARMONY` this one ends a message of several, not the turn."""
+_KEPT_SPACE = frozenset({"<unk>", "<s>", "<|endoftext|>"})
+"""The only special tokens of Phi 3's SentencePiece vocabulary that do not swallow the white space behind them."""
 
 
 class _Vocabulary:
@@ -52,6 +65,20 @@ class _Vocabulary:
             twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
             raise TokenizerError(f"{where} has the token {twice!r} twice in tokenizer.ggml.tokens")
         self.types = self._numbers("token_type", "iu", _NORMAL)
+
+    @property
+    def architecture(self) -> str:
+        """The model's GGUF architecture, "" where there is none."""
+        return str(self._metadata.get("general.architecture", ""))
+
+    def with_plain_spaces(self) -> None:
+        """Write the spaces of user-defined tokens as spaces, for they are matched in text as it is."""
+        for index in self.of_type(_USER_DEFINED):
+            plain = self.tokens[index].replace(_MARK, " ")
+            if plain not in self.ids:
+                del self.ids[self.tokens[index]]
+                self.tokens[index] = plain
+                self.ids[plain] = index
 
     def get(self, key: str) -> Any:
         """A value of the `tokenizer.ggml.` metadata, or None."""
@@ -140,7 +167,7 @@ def metadata_tokenizer(metadata: Mapping[str, Any], vocab_size: int, where: str)
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """Byte-level BPE: merges in their order, on the bytes of pieces that the named pre-tokenizer cuts."""
     name = vocabulary.get("pre")
-    rules = pre_tokenizer("default" if name is None else str(name), vocabulary.where)
+    rules = pre_tokenizer(None if name is None else str(name), vocabulary.architecture, vocabulary.where)
     model = models.BPE(vocab=vocabulary.ids, merges=vocabulary.merges(), ignore_merges=rules.whole_words)
     backend = tokenizers.Tokenizer(model)
     normalizer = rules.normalizer()
@@ -153,6 +180,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     """SentencePiece BPE: of all neighbours, those whose joint piece has the highest score merge first."""
+    vocabulary.with_plain_spaces()
     unknown = vocabulary.of_type(_UNKNOWN)
     has_bytes = all(f"<0x{byte:02X}>" in vocabulary.ids for byte in range(256))
     if not has_bytes and not unknown:
@@ -192,17 +220,25 @@ def score_merges(tokens: Sequence[str], scores: Sequence[float], normal: Sequenc
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
     """Tell the tokenizer which tokens are matched as a whole in the text, before it is cut."""
-    control = vocabulary.of_type(_CONTROL, _UNKNOWN)
-    backend.add_special_tokens([AddedToken(vocabulary.tokens[index], normalized=False) for index in control])
-    user = vocabulary.of_type(_USER_DEFINED)
-    backend.add_tokens([AddedToken(vocabulary.tokens[index], normalized=False) for index in user])
+    ends = {index for token, index in vocabulary.ids.items() if token in _ENDS}
+    control = [index for index, kind in enumerate(vocabulary.types) if kind in (_CONTROL, _UNKNOWN) or index in ends]
+    user = [index for index in vocabulary.of_type(_USER_DEFINED) if index not in ends]
+    backend.add_special_tokens([_added(vocabulary, index) for index in control])
+    backend.add_tokens([_added(vocabulary, index) for index in user])
+
+
+def _added(vocabulary: _Vocabulary, index: int) -> AddedToken:
+    """A token that is matched as a whole; files do not say whether it takes white space with it, Phi 3's do."""
+    token = vocabulary.tokens[index]
+    phi3 = vocabulary.architecture == "phi3" and vocabulary.get("model") == "llama"
+    return AddedToken(token, normalized=False, rstrip=phi3 and token not in _KEPT_SPACE)
 
 
 def _special_tokens(vocabulary: _Vocabulary, adds_bos: bool) -> SpecialTokens:
     bos, eos = vocabulary.token_id("bos_token_id"), vocabulary.token_id("eos_token_id")
-    control = set(vocabulary.of_type(_CONTROL))
     named = [vocabulary.token_id(key) for key in ("eot_token_id", "eom_token_id")]
-    by_text = [index for token, index in vocabulary.ids.items() if token in _END_OF_TURN and index in control]
+    texts = _ENDS - {_HARMONY_MESSAGE_END} if vocabulary.ids.keys() >= _HARMONY else _ENDS
+    by_text = [vocabulary.ids[token] for token in texts if token in vocabulary.ids]
     ends = frozenset(index for index in [eos, *named, *by_text] if index is not None)
     adds_bos = vocabulary.flag("add_bos_token", adds_bos)
     adds_eos = vocabulary.flag("add_eos_token", False)

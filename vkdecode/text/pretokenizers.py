@@ -59,17 +59,20 @@ _GPT2_STYLE = PreTokenizer((_GPT2,))
 _DIGIT_STYLE = PreTokenizer((r"\p{N}", _GPT2))
 _LLAMA3_STYLE = PreTokenizer((_LLAMA3,), whole_words=True, adds_bos=True)
 _QWEN2_STYLE = PreTokenizer((_QWEN2,), composes=True)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-퟿]+", r"\p{N}")
+_SEED_CODER = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
-    "default": _GPT2_STYLE,
     "gpt-2": _GPT2_STYLE,
     "phi-2": _GPT2_STYLE,
-    "olmo": _GPT2_STYLE,
-    "mpt": _GPT2_STYLE,
+    "mellum": _GPT2_STYLE,
+    "olmo": PreTokenizer((_GPT2,), composes=True),
+    "mpt": PreTokenizer((_GPT2,), composes=True),
     "smollm": _DIGIT_STYLE,
     "starcoder": _DIGIT_STYLE,
     "refact": _DIGIT_STYLE,
-    "command-r": _DIGIT_STYLE,
+    "command-r": PreTokenizer((r"\p{N}", _GPT2), composes=True),
+    "minerva-7b": _DIGIT_STYLE,
     "codeshell": _DIGIT_STYLE,
     "llama-bpe": _LLAMA3_STYLE,
     "llama3": _LLAMA3_STYLE,
@@ -78,15 +81,43 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {
     "dbrx": PreTokenizer((_LLAMA3,)),
     "qwen2": _QWEN2_STYLE,
     "deepseek-r1-qwen": _QWEN2_STYLE,
+    "megrez": _QWEN2_STYLE,
+    "stablelm2": _QWEN2_STYLE,
     "tekken": PreTokenizer((_TEKKEN,), whole_words=True, adds_bos=True),
     "gpt-4o": PreTokenizer((_GPT4O,)),
     "llama4": PreTokenizer((_GPT4O,)),
+    "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER),
     "deepseek-v3": PreTokenizer(_DEEPSEEK3),
+    "seed-coder": PreTokenizer((_SEED_CODER,)),
 }
 
+_OF_ARCHITECTURE: Mapping[str, str] = {
+    "gpt2": "gpt-2",
+    "phi2": "phi-2",
+    "gptneox": "olmo",
+    "starcoder2": "starcoder",
+    "qwen2": "qwen2",
+    "qwen2moe": "qwen2",
+    "stablelm": "stablelm2",
+    "command-r": "command-r",
+}
+"""What the models of an architecture share, for files from before the name was written into them."""
 
-def pre_tokenizer(name: str, where: str) -> PreTokenizer:
-    """Return the rules of a name; `TokenizerError` names an unknown one and lists the known."""
+
+def pre_tokenizer(name: str | None, architecture: str, where: str) -> PreTokenizer:
+    """Return the rules of a name, or of an architecture where a file gives none or calls it `default`.
+
+    Raises:
+        TokenizerError: the name is unknown, or there is none and the architecture's models differ.
+
+    """
+    if name is None or name == "default":
+        name = _OF_ARCHITECTURE.get(architecture)
+        if name is None:
+            raise TokenizerError(
+                f"{where} does not say in tokenizer.ggml.pre how its tokenizer cuts text; "
+                "convert the model again with a current llama.cpp"
+            )
     found = PRE_TOKENIZERS.get(name)
     if found is None:
         raise TokenizerError(
