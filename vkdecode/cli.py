@@ -19,6 +19,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vkdecode.errors import DeviceError, InvalidInputError, VkDecodeError
+from vkdecode.options import (
+    DeviceOption,
+    MaxSeqLenOption,
+    MinPOption,
+    ModelArgument,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    WeightsOption,
+)
 
 if TYPE_CHECKING:
     from vkdecode.models import Model
@@ -34,33 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face model folder or a .gguf file.")]
-DeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        "-d",
-        help="Ordinal, kind, or part of the name, as in `vkdecode devices`. [default: VKDECODE_DEVICE, the best GPU]",
-    ),
-]
-WeightsOption = Annotated[
-    str | None,
-    typer.Option("--weights", help="Hold weights as f32, f16, bf16, q8_0 or q4_0. [default: as they are stored]"),
-]
-MaxSeqLenOption = Annotated[
-    int | None, typer.Option("--max-seq-len", min=1, help="Positions of the KV cache, for prompt and answer together.")
-]
-TemperatureOption = Annotated[
-    float, typer.Option("--temperature", "-t", help="0 always takes the most likely token, so that results repeat.")
-]
-TopKOption = Annotated[int, typer.Option("--top-k", help="Choose among the K most likely tokens; 0: all.")]
-TopPOption = Annotated[float, typer.Option("--top-p", help="Choose among the tokens that make up this probability.")]
-MinPOption = Annotated[float, typer.Option("--min-p", help="Drop tokens less likely than this share of the best one.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable. [default: random]")]
-StopOption = Annotated[
-    list[str] | None, typer.Option("--stop", help="End the text before this string; can be given several times.")
-]
+_PLAIN_TOKENS = 128
 
 
 def _version(wanted: bool) -> None:
@@ -175,22 +161,28 @@ def chat(
     device: DeviceOption = None,
     weights: WeightsOption = None,
     max_seq_len: MaxSeqLenOption = None,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="For models without a chat template: go on with the text that is typed.")
+    ] = False,
 ) -> None:
     """Talk to a model.
 
     Without --prompt a terminal gets a conversation (/help lists its commands), and standard input from elsewhere is
-    answered line by line. The KV cache has 4096 positions unless --max-seq-len says otherwise.
+    answered line by line. The KV cache has 4096 positions unless --max-seq-len says otherwise. With --plain an answer
+    ends after 128 tokens unless --max-tokens says otherwise, for such models seldom end of themselves.
     """
     from rich.console import Console
 
     from vkdecode.chat import Terminal, terminal_line
-    from vkdecode.conversation import Conversation
+    from vkdecode.conversation import Continuation, Conversation
 
+    kind = Continuation if plain else Conversation
+    max_tokens = _PLAIN_TOKENS if plain and max_tokens is None else max_tokens
     sampling = _sampling(temperature, top_k, top_p, min_p, seed)
     interactive = prompt is None and sys.stdin.isatty()
     with (
         closing(_load(model, device, weights)) as loaded,
-        Conversation(
+        kind(
             loaded, system=system, sampling=sampling, max_tokens=max_tokens, stop=stop, max_seq_len=max_seq_len
         ) as conversation,
     ):

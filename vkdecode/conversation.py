@@ -40,7 +40,7 @@ class Conversation:
         max_seq_len: int | None = None,
         context: Any = None,
     ) -> None:
-        self._tokenizer = _chat_tokenizer(model)
+        self._tokenizer = self._check_tokenizer(model)
         self._vocab_size = int(model.config.vocab_size)
         self._system = [] if system is None else [_message("system", system)]
         self._messages = list(self._system)
@@ -82,7 +82,7 @@ class Conversation:
         if self._answer is not None:
             self._answer.close()
         asked = [*self._messages, _message("user", text)]
-        token_ids = check_token_ids(self._tokenizer.encode_chat(asked, add_generation_prompt=True), self._vocab_size)
+        token_ids = check_token_ids(self._encode(asked), self._vocab_size)
         if not token_ids:
             raise ChatTemplateError("the chat template renders this conversation to nothing; use generate instead")
         if len(token_ids) > self._feed.limit:
@@ -124,6 +124,20 @@ class Conversation:
             self._answer.close()
         self._feed.close()
 
+    def _encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """The tokens after which an answer to these messages comes."""
+        return self._tokenizer.encode_chat(messages, add_generation_prompt=True)
+
+    @staticmethod
+    def _check_tokenizer(model: TokenModel) -> TextTokenizer:
+        tokenizer = _tokenizer(model)
+        if tokenizer.chat_template is None:
+            raise ChatTemplateError(
+                "this model came without a chat template, so it cannot chat; use generate, or chat --plain, which take "
+                "a plain prompt"
+            )
+        return tokenizer
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the conversation is closed; make a new one")
@@ -137,6 +151,20 @@ class Conversation:
         self.close()
 
 
+class Continuation(Conversation):
+    """Text that a model goes on with: what is sent is put behind what there is, without a chat template.
+
+    For models that were not taught to chat. It takes what `Conversation` takes; `system` is the text that stands first.
+    """
+
+    def _encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        return self._tokenizer.encode("".join(message["content"] for message in messages))
+
+    @staticmethod
+    def _check_tokenizer(model: TokenModel) -> TextTokenizer:
+        return _tokenizer(model)
+
+
 def cache_size(model: TokenModel, max_seq_len: int | None) -> int:
     """Return the size for a KV cache, or raise `InvalidInputError` when the model's context is smaller."""
     positions = int(model.config.max_position_embeddings)
@@ -147,15 +175,10 @@ def cache_size(model: TokenModel, max_seq_len: int | None) -> int:
     return max_seq_len
 
 
-def _chat_tokenizer(model: TokenModel) -> TextTokenizer:
-    tokenizer = model.tokenizer
-    if tokenizer is None:
+def _tokenizer(model: TokenModel) -> TextTokenizer:
+    if model.tokenizer is None:
         raise TokenizerError(f"{model.tokenizer_error}; without a tokenizer this model cannot chat")
-    if tokenizer.chat_template is None:
-        raise ChatTemplateError(
-            "this model came without a chat template, so it cannot chat; use generate, which takes a plain prompt"
-        )
-    return tokenizer
+    return model.tokenizer
 
 
 def _message(role: str, content: str) -> dict[str, str]:

@@ -15,6 +15,8 @@ PACKAGE = "vkdecode"
 FLOORS = {
     "cli": 7,
     "chat": 7,
+    "info": 7,
+    "options": 7,
     "server": 7,
     "generate": 6,
     "sampling": 6,

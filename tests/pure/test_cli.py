@@ -193,8 +193,17 @@ def test_values_out_of_range_are_named_before_anything_is_loaded(use: type[Use],
 def test_a_model_without_a_chat_template_points_to_generate(use: type[Use]) -> None:
     model = FakeModel(tokenizer=FakeTokenizer(chat_template=None))
     run = use(model, "chat", "m", "-p", "x")
-    assert "use generate" in str(run.error)
+    assert "use generate" in str(run.error) and "--plain" in str(run.error)
     assert model.closed
+
+
+def test_plain_chat_goes_on_with_the_text(use: type[Use]) -> None:
+    model = FakeModel("b" * 200, tokenizer=FakeTokenizer(chat_template=None))
+    run = use(model, "chat", "m", "--plain", "-p", "a")
+    assert run.code == 0
+    assert run.out.startswith("b" * 128 + "\n(cut off")
+    assert model.fed[0] == [256, *b"a"]
+    assert use(FakeModel("b" * 200), "chat", "m", "--plain", "-p", "a", "-n", "3").out.startswith("bbb\n")
 
 
 def test_an_error_is_one_line_and_exit_code_1() -> None:

@@ -4,9 +4,9 @@ import sys
 from typing import Any
 
 import pytest
-from fakes import END, START, FakeContext, FakeModel, FakeTokenizer, fake_modules
+from fakes import BOS, END, START, FakeContext, FakeModel, FakeTokenizer, fake_modules
 
-from vkdecode.conversation import Conversation
+from vkdecode.conversation import Continuation, Conversation
 from vkdecode.errors import (
     ChatTemplateError,
     ClosedError,
@@ -60,6 +60,20 @@ def test_the_system_message_stands_first_and_survives_a_reset() -> None:
     assert conversation.cached_len == 0
     answer(conversation, "Hi")
     assert model.fed[-1] == [START, *b"system:Be brief.", END, START, *b"user:Hi", END, START, *b"assistant:"]
+
+
+def test_a_continuation_goes_on_with_all_text_so_far() -> None:
+    model = FakeModel("bc", tokenizer=FakeTokenizer(chat_template=None))
+    text = Continuation(model, context=FakeContext(), system="Title. ", max_tokens=2)
+    assert answer(text, "a").text == "bc"
+    assert model.fed[0] == [BOS, *b"Title. a"]
+    model.fed.clear()
+    model.say("e")
+    assert answer(text, "d").text == "e"
+    assert model.fed[0] == [*b"cd"]  # the last token of the answer was not fed
+    assert text.messages[1:] == turns("a", "bc", "d", "e")
+    text.reset()
+    assert text.cached_len == 0
 
 
 class RewritingTokenizer(FakeTokenizer):

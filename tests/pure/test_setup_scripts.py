@@ -335,6 +335,26 @@ def test_a_named_model_is_used(clone: Clone) -> None:
     assert json.loads(clone.run("make", "chat", f"MODEL={path}").stdout) == ["chat", path]
 
 
+@pytest.mark.parametrize("prompt", [None, "Once upon $a time"])
+def test_gemma3_is_fetched_and_goes_on_with_the_text(clone: Clone, prompt: str | None) -> None:
+    ready_to_chat(clone)
+    clone.stub("python", 'echo "models/gemma 3.gguf"')
+    shutil.move(clone.stubs / "python", clone.root / ".venv/bin/python")
+    result = clone.run("make", "chat", "MODEL=gemma3", *([f"PROMPT={prompt}"] if prompt else []))
+    expected = ["chat", "models/gemma 3.gguf", "--plain", *([f"--prompt={prompt}"] if prompt else [])]
+    assert json.loads(result.stdout) == expected
+    assert clone.calls == ["python scripts/fetch_gemma3.py"]
+
+
+def test_no_chat_where_gemma3_cannot_be_fetched(clone: Clone) -> None:
+    ready_to_chat(clone)
+    clone.stub("python", "echo no route >&2; exit 1")
+    shutil.move(clone.stubs / "python", clone.root / ".venv/bin/python")
+    result = clone.run("make", "chat", "MODEL=gemma3")
+    assert result.returncode != 0
+    assert result.stdout == "" and "no route" in result.stderr
+
+
 @pytest.mark.parametrize("failing", range(6))
 def test_the_stages_of_make_test_run_in_order_until_one_fails(clone: Clone, failing: int) -> None:
     ready_to_chat(clone)
