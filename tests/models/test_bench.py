@@ -62,6 +62,11 @@ SCHEMA: dict[str, Any] = {
     "decode": [{**SPEED, "bytes_per_token": int, "gigabytes_per_second": float, "of_copy_bandwidth": float}],
     "rungs": [{**SPEED, "rung": str, "kv_offset": str}],
     "cache_changes": [SPEED],
+    "ratios": {
+        "captured_over_rebuild_device": float,
+        "captured_over_rebuild_symenv": float,
+        "longest_over_shortest_context": float,
+    },
     "memory": {
         "file": int,
         "weights": int,

@@ -27,7 +27,10 @@ def result(bare: int | None = 20 * MIB) -> BenchResult:
             DecodeSpeed(Speed.of("decode", 1, 50, timing), 100_000_000, 20.0),
             DecodeSpeed(speed("decode", 40.0, context=250), 120_000_000, 20.0),
         ],
-        rungs=[RungSpeed("captured", "device", speed("captured, device", 20.0, context=50))],
+        rungs=[
+            RungSpeed("captured", "device", speed("captured, device", 20.0, context=50)),
+            RungSpeed("rebuild", "device", speed("rebuild, device", 900.0, context=50)),
+        ],
         cache_changes=[speed("same cache: plan reused", 20.0, context=50)],
         memory=Memory(
             file=100 * MIB,

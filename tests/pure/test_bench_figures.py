@@ -77,6 +77,9 @@ def test_speeds_traffic_and_fractions() -> None:
     assert speed("prefill", 100.0, tokens=16).tokens_per_second == pytest.approx(160.0)
     assert result().load.to_first_token_seconds == 1.875
     assert result().memory.device_of_file_and_kv == pytest.approx(1.05)
+    assert result().ratios == pytest.approx(
+        {"captured_over_rebuild_device": 45.0, "longest_over_shortest_context": 0.5}
+    )
     assert (result().copy.best_way, result().copy.best) == ("vkCmdCopyBuffer", 20.0)
 
 
@@ -145,7 +148,17 @@ def test_tables_show_every_figure_and_a_dash_for_what_is_unknown() -> None:
     for table in tables(result(bare=None)):
         console.print(table)
     text = console.export_text()
-    for words in ("50.0", "25%", "vkCmdCopyBuffer", "160.0", "captured, offset by device", "1.875", "1.050", "-"):
+    for words in (
+        "50.0",
+        "25%",
+        "vkCmdCopyBuffer",
+        "160.0",
+        "captured, offset by device",
+        "1.875",
+        "1.050",
+        "45.00",
+        "-",
+    ):
         assert words in text
     assert headline(result()) == "m [1].gguf (random weights), q4_0 50.0 MiB, on Made-Up 9000, none"
     assert (mib(None), mib(3 << 19)) == ("-", "1.5 MiB")

@@ -13,7 +13,7 @@ _MIB = 1 << 20
 
 def tables(result: BenchResult) -> list[Table]:
     """One table for each kind of figure."""
-    makers = (_decode, _copy, _prefill, _rungs, _load, _memory)
+    makers = (_decode, _copy, _prefill, _rungs, _ratios, _load, _memory)
     return [make(result) for make in makers]
 
 
@@ -71,6 +71,13 @@ def _rungs(result: BenchResult) -> Table:
     table.add_section()
     for change in result.cache_changes:
         _add_step(table, change.name, change)
+    return table
+
+
+def _ratios(result: BenchResult) -> Table:
+    table = _table("ratios", "", "")
+    for name, ratio in result.ratios.items():
+        table.add_row(name.replace("_", " "), f"{ratio:.2f}")
     return table
 
 

@@ -198,6 +198,21 @@ class BenchResult:
     memory: Memory
     copy: CopyBandwidth
 
+    @property
+    def ratios(self) -> dict[str, float]:
+        """Figures that hold on a noisy machine, since both sides come from this run.
+
+        `captured_over_rebuild` is by KV-offset path, `longest_over_shortest_context` is of tokens per second.
+        """
+        took = {(one.rung, one.kv_offset): one.speed.milliseconds for one in self.rungs}
+        found = {
+            f"captured_over_rebuild_{kv_offset}": took["rebuild", kv_offset] / spent
+            for (rung, kv_offset), spent in took.items()
+            if rung == "captured"
+        }
+        shortest, longest = (self.decode[at].speed.tokens_per_second for at in (0, -1))
+        return {**found, "longest_over_shortest_context": longest / shortest}
+
     def as_json(self) -> dict[str, Any]:
         """Values for `json.dumps`."""
         load = {**asdict(self.load), "to_first_token_seconds": self.load.to_first_token_seconds}
@@ -216,6 +231,7 @@ class BenchResult:
             "decode": [_decode(one) for one in self.decode],
             "rungs": [{"rung": one.rung, "kv_offset": one.kv_offset, **_speed(one.speed)} for one in self.rungs],
             "cache_changes": [_speed(one) for one in self.cache_changes],
+            "ratios": self.ratios,
             "memory": memory,
             "copy_bandwidth": copy,
         }
