@@ -284,7 +284,7 @@ def bench(
     if json_file not in (None, "-"):
         Path(str(json_file)).write_text(text + "\n", encoding="utf-8")
     if picture is not None:
-        save_plot(result, picture, headline(result))
+        save_plot(result, picture)
 
 
 @app.command()

@@ -18,11 +18,13 @@ from typer.testing import CliRunner
 
 from vkdecode import cli
 from vkdecode.bench import BenchOptions, SyntheticSource, run_bench
+from vkdecode.bench.speed import decode_speeds, fill
 from vkdecode.bench.traffic import decode_traffic
-from vkdecode.decode import KV_OFFSETS, RUNGS
+from vkdecode.decode import KV_OFFSETS, RUNGS, KvCache
 from vkdecode.errors import InvalidInputError
 from vkdecode.gpu import Device, copy_seconds
 from vkdecode.models import Model, load_model
+from vkdecode.runtime import InferenceContext
 from vkdecode.weights import DType
 
 SPEED = {
@@ -220,6 +222,23 @@ def test_a_run_leaves_a_given_device_as_it_was(device: Device) -> None:
     result = run_bench(TINY / "llama-tied-mqa", device=device, options=BenchOptions(quick=True, tokens=1))
     assert device.allocated_bytes == before
     assert result.decode[0].speed.calls == 1
+
+
+def test_decode_steps_run_at_their_context_lengths(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = BenchOptions(contexts=(3, 20), prefills=(4,), tokens=2).within(128)
+    lengths: list[int] = []
+    step = Model.forward_with_kv_context_persistent
+
+    def noted(model: Model, ids: Sequence[int], kv: KvCache, *rest: Any) -> Any:
+        lengths.append(kv.cached_len)
+        return step(model, ids, kv, *rest)
+
+    with closing(llama.new_kv_cache(plan.rows)) as kv, InferenceContext(llama.device) as context:
+        fill(llama, kv, context, 20)
+        monkeypatch.setattr(Model, "forward_with_kv_context_persistent", noted)
+        speeds = decode_speeds(llama, kv, context, plan)
+    assert lengths == [3, 20] * 3
+    assert [(one.context, one.calls) for one in speeds] == [(3, 2), (20, 2)]
 
 
 def test_a_step_reads_every_weight_once_and_one_row_of_the_embedding(llama: Model) -> None:

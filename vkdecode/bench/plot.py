@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
-from vkdecode.bench.result import BenchResult, DecodeSpeed
+from vkdecode.bench.result import BenchResult
 from vkdecode.errors import InvalidInputError, VkDecodeError
 
 ENDINGS = (".png", ".svg")
@@ -37,14 +36,15 @@ def check_writable(file: Path, option: str) -> None:
         raise InvalidInputError(f"{option}: cannot write {str(file)!r:.120}; give a file in a folder that exists")
 
 
-def save_plot(results: BenchResult | Sequence[DecodeSpeed], path: Path, title: str = "") -> None:
+def save_plot(result: BenchResult, path: Path) -> None:
     """Draw the decode speeds of a run and write a .png or .svg file."""
     # The object interface: pyplot would look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    decode = results.decode if isinstance(results, BenchResult) else results
+    decode, model = result.decode, result.facts["model"]
+    largest = max(model["held_bytes"], key=lambda held: model["held_bytes"][held])
     contexts = [one.speed.context for one in decode]
     speeds = [one.speed.tokens_per_second for one in decode]
     slowest = [1000.0 / one.speed.worst_milliseconds for one in decode]
@@ -57,8 +57,9 @@ def save_plot(results: BenchResult | Sequence[DecodeSpeed], path: Path, title: s
     axes.set_xlabel("tokens in the KV cache")
     axes.set_ylabel("tokens per second")
     axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(f"{model['name']}, {largest}\n{result.facts['device']['name']}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

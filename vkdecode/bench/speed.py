@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 
 from vkdecode.bench.options import SPARE_ROWS, BenchPlan
 from vkdecode.bench.result import RungSpeed, Speed
-from vkdecode.bench.timing import Timing, measure
+from vkdecode.bench.timing import Timing, measure, measure_in_turns
 from vkdecode.decode import KV_OFFSETS, RUNGS, DecodeMode, KvCache
 from vkdecode.models import Model
 from vkdecode.runtime import InferenceContext
@@ -45,21 +45,27 @@ def prefill_speeds(model: Model, kv: KvCache, context: InferenceContext, plan: B
 
 
 def decode_speeds(model: Model, kv: KvCache, context: InferenceContext, plan: BenchPlan) -> list[Speed]:
-    """The generate loop's step, a captured pass and a greedy choice, at each context length."""
-    found = []
-    # From the longest down: a shorter context is a truncation.
-    for cached in reversed(plan.contexts):
-        fill(model, kv, context, cached)
-        feed = KvFeed(model, kv.max_seq_len, kv, context)
-        chosen = [_TOKEN_ID]
-
-        def step(feed: KvFeed = feed, chosen: list[int] = chosen, cached: int = cached) -> None:
-            chosen[0] = feed.next_token(chosen, Sampler())
-            kv.truncate_to(cached)
-
+    """The generate loop's step, a captured pass and a greedy choice, at each context length by turns."""
+    fill(model, kv, context, plan.contexts[-1])
+    steps = [_decode_step(model, kv, context, cached) for cached in plan.contexts]
+    for step in steps:
         step()
-        found.append(Speed.of("decode", 1, cached, _measured(model, step, plan.tokens)))
-    return found[::-1]
+    timings = measure_in_turns(steps, plan.tokens, lambda: model.device.submission_seconds)
+    return [Speed.of("decode", 1, cached, timing) for cached, timing in zip(plan.contexts, timings, strict=True)]
+
+
+def _decode_step(model: Model, kv: KvCache, context: InferenceContext, cached: int) -> Callable[[], None]:
+    feed, sampler = KvFeed(model, kv.max_seq_len, kv, context), Sampler()
+    chosen = _TOKEN_ID
+
+    def step() -> None:
+        nonlocal chosen
+        # The rows of the longest context stay in memory whatever number of them counts.
+        kv.truncate_to(min(kv.cached_len, cached))
+        kv.advance(cached - kv.cached_len)
+        chosen = feed.next_token([chosen], sampler)
+
+    return step
 
 
 def rung_and_cache_speeds(model: Model, plan: BenchPlan) -> tuple[list[RungSpeed], list[Speed]]:

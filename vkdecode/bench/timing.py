@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # Slow devices and large models: an action is repeated no longer than this, but at least once.
@@ -57,15 +57,33 @@ def measure(
         clock: seconds that only rise.
 
     """
-    seconds: list[float] = []
-    host: list[float] = []
-    while not seconds or (len(seconds) < repeats and sum(seconds) < budget_seconds):
-        in_submissions, started = submitted(), clock()
-        action()
-        spent = clock() - started
-        seconds.append(spent)
-        host.append(spent - (submitted() - in_submissions))
-    return Timing(tuple(seconds), tuple(host))
+    (timing,) = measure_in_turns([action], repeats, submitted, budget_seconds=budget_seconds, clock=clock)
+    return timing
+
+
+def measure_in_turns(
+    actions: Sequence[Callable[[], object]],
+    repeats: int,
+    submitted: Callable[[], float],
+    *,
+    budget_seconds: float = BUDGET_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[Timing]:
+    """Like `measure` for several actions, one call of each by turns, so that noise which comes and goes meets all.
+
+    The budget counts for each of them.
+    """
+    seconds: list[list[float]] = [[] for _ in actions]
+    host: list[list[float]] = [[] for _ in actions]
+    rounds, began = 0, clock()
+    while rounds == 0 or (rounds < repeats and clock() - began < budget_seconds * len(actions)):
+        for action, spent, outside in zip(actions, seconds, host, strict=True):
+            in_submissions, started = submitted(), clock()
+            action()
+            spent.append(clock() - started)
+            outside.append(spent[-1] - (submitted() - in_submissions))
+        rounds += 1
+    return [Timing(tuple(spent), tuple(outside)) for spent, outside in zip(seconds, host, strict=True)]
 
 
 def timed(action: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
