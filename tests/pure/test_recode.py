@@ -115,3 +115,14 @@ def test_values_too_small_for_a_scale_become_zeros(dtype: DType) -> None:
     rows = np.full((1, 32), 1e-42, np.float32)
     blocks = np.asarray(recode_rows(rows, DType.F32, dtype, "x"), np.uint8)
     assert not gguf.quants.dequantize(blocks, ggml_type(dtype)).any()
+
+
+@pytest.mark.parametrize(
+    "name", ["transformer.wpe", "model.layers.3.mlp.gate", "blk.0.ffn_gate_inp", "blk.1.attn_q_norm"]
+)
+def test_what_is_small_and_delicate_is_not_quantized(name: str) -> None:
+    for asked in QUANTIZED_AT_LOAD:
+        assert dtype_for_matrix(f"{name}.weight", DType.F32, 64, asked) is DType.F16
+        assert dtype_for_matrix(f"{name}.weight", DType.BF16, 64, asked) is DType.BF16
+    assert dtype_for_matrix(f"{name}.weight", DType.F32, 64, DType.F32) is DType.F32
+    assert dtype_for_matrix("model.layers.3.mlp.gate_proj.weight", DType.F32, 64, DType.Q4_0) is DType.Q4_0

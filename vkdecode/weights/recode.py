@@ -13,7 +13,10 @@ ASKED_DTYPES = (*PLAIN_DTYPES, *QUANTIZED_AT_LOAD)
 """What `weights=` can name."""
 
 _ASKED = {dtype.value: dtype for dtype in ASKED_DTYPES}
-_VOCABULARY_MODULES = ("embed_tokens", "lm_head")
+# As Hugging Face and as GGUF files call them.
+_VOCABULARY = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "token_embd", "output")
+_POSITIONS = ("wpe", "position_embd")
+_ROUTERS = ("gate", "router", "shared_expert_gate", "ffn_gate_inp", "ffn_gate_inp_shexp")
 
 
 def asked_dtype(weights: str | None) -> DType | None:
@@ -25,19 +28,32 @@ def asked_dtype(weights: str | None) -> DType | None:
     return _ASKED[weights]
 
 
+def keeps_its_type(name: str) -> bool:
+    """Whether a tensor of this Hugging Face or GGUF name is small and delicate, so that nobody quantizes it.
+
+    These are position embeddings, routers of experts, and norms that are kept as matrices.
+    """
+    module = _module(name)
+    return module in (*_POSITIONS, *_ROUTERS) or module.endswith("_norm")
+
+
 def dtype_for_matrix(name: str, stored: DType, columns: int, asked: DType | None) -> DType:
-    """The type to hold a matrix in, `name` being its Hugging Face name.
+    """The type to hold a matrix in, `name` being its Hugging Face or GGUF name.
 
     None keeps the file's type. Q4_0 is too coarse for the embedding and the output head, which get Q8_0, as llama.cpp
-    does. A matrix whose rows do not divide into blocks is held at 16 bits: as it is stored, else as F16.
+    does. A matrix whose rows do not divide into blocks, or that `keeps_its_type`, is held at 16 bits instead: as it is
+    stored, else as F16.
     """
     if asked is None:
         return stored
-    module = name.removesuffix(".weight").rpartition(".")[2]
-    wanted = DType.Q8_0 if asked is DType.Q4_0 and module in _VOCABULARY_MODULES else asked
-    if wanted.fits(columns):
+    wanted = DType.Q8_0 if asked is DType.Q4_0 and _module(name) in _VOCABULARY else asked
+    if wanted.fits(columns) and not (wanted.is_block and keeps_its_type(name)):
         return wanted
     return stored if stored in (DType.F16, DType.BF16) else DType.F16
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def recode_rows(values: NDArray[np.generic], stored: DType, held: DType, name: str) -> NDArray[np.generic]:
