@@ -21,6 +21,7 @@ from vkdecode.errors import (
     InvalidInputError,
     ModelFileError,
     OutOfDeviceMemoryError,
+    OutputError,
     SamplingError,
     ShaderError,
     SymbolConflict,
@@ -35,6 +36,7 @@ from vkdecode.sampling import SamplingParams
 from vkdecode.token_loop import Generation
 
 if TYPE_CHECKING:
+    from vkdecode.conversion import Converted, convert
     from vkdecode.decode import (
         CapturedDecodeSession,
         DecodeMode,
@@ -54,6 +56,7 @@ if TYPE_CHECKING:
     from vkdecode.runtime import InferenceContext
 
 _LAZY = {
+    "vkdecode.conversion": ("Converted", "convert"),
     "vkdecode.decode": (
         "CapturedDecodeSession",
         "DecodeMode",
@@ -82,6 +85,7 @@ __all__ = [
     "ConfigError",
     "ContextLengthError",
     "Conversation",
+    "Converted",
     "DecodeMode",
     "DecodeSession",
     "DecodeTokenData",
@@ -101,6 +105,7 @@ __all__ = [
     "Model",
     "ModelFileError",
     "OutOfDeviceMemoryError",
+    "OutputError",
     "PlanValidity",
     "RebindRefusal",
     "SamplingError",
@@ -115,6 +120,7 @@ __all__ = [
     "UnsupportedModelError",
     "VkDecodeError",
     "VkDecodeWarning",
+    "convert",
     "generate",
     "list_devices",
     "load",

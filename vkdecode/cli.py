@@ -1,4 +1,4 @@
-"""The `vkdecode` command: devices, generate, chat, bench, doctor.
+"""The `vkdecode` command: devices, generate, chat, bench, doctor, convert.
 
 Heavy imports wait until a command needs them, so that `vkdecode --help` is quick and works without a Vulkan loader.
 Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 70 a fault of this program, 130 Ctrl-C.
@@ -324,6 +324,29 @@ def doctor(
         print(report.verdict())
 
 
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A Hugging Face model folder or a .gguf file.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A name that ends in .gguf, or that of a folder.")],
+    weights: Annotated[
+        str | None,
+        typer.Option("--weights", help="Write matrices as f32, f16, bf16, q8_0 or q4_0. [default: as they are stored]"),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the target where it is there.")] = False,
+) -> None:
+    """Write a model as a GGUF file or as a Hugging Face folder.
+
+    A folder holds f32, f16 or bf16. Quantizing loses precision, and from one quantized type to another loses some
+    twice. The target appears when it is complete.
+    """
+    from vkdecode.conversion import convert as write
+
+    with _progress("converting") as progress:
+        done = write(source, target, weights, overwrite, progress)
+    kinds = ", ".join(f"{count} {kind}" for kind, count in done.tensors.items())
+    print(f"wrote {done.path}: {done.nbytes / 1e6:.1f} MB of weights, tensors: {kinds}")
+
+
 def _sampling(temperature: float, top_k: int, top_p: float, min_p: float, seed: int | None) -> SamplingParams:
     from vkdecode.sampling import SamplingParams
 
@@ -344,12 +367,12 @@ def _token_ids(text: str) -> list[int]:
 def _load(path: str, device: str | None, weights: str | None) -> Model:
     from vkdecode.loading import load
 
-    with _progress() as progress:
+    with _progress("loading") as progress:
         return load(path, device=device, weights=weights, progress=progress)
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yield a function of done and total bytes that moves a bar, where standard error is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -357,9 +380,9 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True))
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(binary_units=True))
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading", total=None)
+        task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

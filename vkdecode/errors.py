@@ -19,6 +19,10 @@ class ModelFileError(VkDecodeError):
     """A model file is missing, damaged, or not a model."""
 
 
+class OutputError(VkDecodeError):
+    """A file cannot be written: it is there already, the disk is full, or the system refuses."""
+
+
 class UnsupportedModelError(VkDecodeError):
     """The model is well formed but needs something that vkdecode does not have; the message names it."""
 

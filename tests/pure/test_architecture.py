@@ -21,6 +21,7 @@ FLOORS = {
     "generate": 6,
     "sampling": 6,
     "conversation": 6,
+    "conversion": 6,
     "loading": 6,
     "bench": 7,
     "doctor": 7,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fakes import END, START, FakeModel, FakeTokenizer, fake_modules
+from model_files import TINY
 from typer.testing import CliRunner
 
 from vkdecode import cli
@@ -156,9 +157,31 @@ def test_no_device_is_an_error_in_a_table_and_an_empty_list_in_json(use: type[Us
     assert json.loads(use(FakeModel(), "devices", "--json").out) == []
 
 
+def test_convert_says_what_it_wrote(use: type[Use], tmp_path: Path) -> None:
+    target = tmp_path / "m.gguf"
+    run = use(AssertionError("loaded"), "convert", str(TINY / "llama"), str(target), "--weights", "q4_0")
+    assert (run.code, run.err) == (0, "")
+    assert run.out == f"wrote {target}: 0.1 MB of weights, tensors: 2 q8_0, 5 f32, 14 q4_0\n"
+    assert target.is_file()
+    again = use(AssertionError("loaded"), "convert", str(TINY / "llama"), str(target))
+    assert isinstance(again.error, VkDecodeError)
+    assert "exists already; give another target, or ask for overwriting (--overwrite)" in str(again.error)
+    size = target.stat().st_size
+    assert use(AssertionError("loaded"), "convert", str(TINY / "llama"), str(target), "--overwrite").code == 0
+    assert target.stat().st_size > 2 * size
+
+
+def test_a_conversion_at_a_terminal_shows_a_bar(tmp_path: Path) -> None:
+    code = "from vkdecode.cli import main; main()"
+    terminal = PseudoTerminal(code, "convert", str(TINY / "llama"), str(tmp_path / "m.gguf"))
+    terminal.wait_for(r"converting .*wrote .*MB of weights")
+    assert terminal.end() == 0
+
+
 @pytest.mark.parametrize(
     "args",
     [
+        ["convert", "m"],
         ["generate", "m", "-p", "x", "--max-tokens", "0"],
         ["generate", "m", "-p", "x", "--token-ids", "1"],
         ["generate", "m"],
@@ -182,6 +205,8 @@ def test_wrong_usage_is_exit_code_2_before_anything_is_loaded(use: type[Use], ar
         (["generate", "m", "-p", "x", "--seed", "-1"], "seed is -1"),
         (["generate", "m", "-p", "x", "--top-k", "-1"], "top_k is -1"),
         (["generate", "m", "--token-ids", "1,x"], "--token-ids '1,x'"),
+        (["convert", "m", "m.gguf", "--weights", "q3"], "weights must be one of"),
+        (["convert", "no-such-model", "m.gguf"], "no-such-model does not exist"),
     ],
 )
 def test_values_out_of_range_are_named_before_anything_is_loaded(use: type[Use], args: list[str], words: str) -> None:

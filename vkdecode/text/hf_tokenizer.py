@@ -22,15 +22,12 @@ def hf_tokenizer(source: WeightSource) -> Tokenizer:
     """Load the tokenizer of a folder; `TokenizerError` when tokenizer.json is missing or damaged."""
     folder = source.path
     backend = _read_backend(folder)
-    config_path = folder / "tokenizer_config.json"
-    config: Mapping[str, Any] = {}
     try:
-        if config_path.exists():
-            config = read_json_object(config_path)
+        config = _read_config(folder)
         templates = _read_templates(folder, config)
     except ModelFileError as error:
         raise TokenizerError(str(error)) from error
-    texts = {key: text for key, value in config.items() if key.endswith("_token") and (text := _token_text(value))}
+    texts = _token_texts(config)
     special = _special_tokens(backend, config, texts, source)
     return Tokenizer(
         backend,
@@ -39,6 +36,20 @@ def hf_tokenizer(source: WeightSource) -> Tokenizer:
         min_vocab_size=_vocab_size(source.config),
         where=str(folder),
     )
+
+
+def special_token_texts(source: WeightSource) -> dict[str, str]:
+    """The special tokens that a folder's tokenizer_config.json names, such as "eos_token"; raises `ModelFileError`."""
+    return _token_texts(_read_config(source.path))
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return read_json_object(path) if path.exists() else {}
+
+
+def _token_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    return {key: text for key, value in config.items() if key.endswith("_token") and (text := _token_text(value))}
 
 
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:

@@ -56,6 +56,15 @@ class Tokenizer:
             if token is not None and not 0 <= token < self.vocab_size:
                 raise TokenizerError(f"{where} names {token} as a special token, but has only {self.vocab_size} tokens")
 
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """Which tokens start and end a text."""
+        return self._special
+
+    def to_json(self) -> str:
+        """The whole tokenizer, without prefix and suffix, as a `tokenizer.json` holds it."""
+        return str(self._backend.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text; special tokens written out in it count as such.
 
