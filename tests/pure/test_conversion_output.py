@@ -121,6 +121,25 @@ def test_a_full_disk_is_one_line(tmp_path: Path, name: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_names_that_the_system_refuses(tmp_path: Path) -> None:
+    assert "File name too long" in refusal(tmp_path / f"{'n' * 300}.gguf")
+    assert "null byte" in refusal(tmp_path / "a\0b.gguf")
+    convert(TINY / "llama", tmp_path / f"{'n' * 250}.gguf")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_that_appears_meanwhile_stays(tmp_path: Path, name: str) -> None:
+    def appear(done: int, total: int) -> None:
+        if done == total and not (tmp_path / name).exists():
+            shutil.copytree(TINY / "phi", tmp_path / name)
+
+    with pytest.raises(OutputError, match="come into being meanwhile"):
+        convert(TINY / "llama", tmp_path / name, progress=appear)
+    assert listing(tmp_path / name) == listing(TINY / "phi")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_too_little_room_is_known_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
     assert "bytes, but its disk has 1000 free" in refusal(tmp_path / "m.gguf")

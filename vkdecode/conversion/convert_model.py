@@ -58,35 +58,35 @@ def convert(
     if not isinstance(target, (str, Path)) or not str(target):
         raise InvalidInputError(f"a target is a .gguf file or a folder, not {target!r}")
     opened = open_weights(source)
-    path = Path(target).expanduser()
     try:
+        path = Path(target).expanduser()
         check_target(opened.path, path, overwrite)
         write = _write_gguf if is_gguf(path) else _write_folder
-        tensors = write(opened, path, asked, progress)
+        tensors = write(opened, path, asked, overwrite, progress)
     finally:
         opened.close()
     return Converted(path, sum(one.nbytes for one in tensors), Counter(one.encoding.lower() for one in tensors))
 
 
 def _write_gguf(
-    source: WeightSource, target: Path, asked: DType | None, progress: Progress | None
+    source: WeightSource, target: Path, asked: DType | None, overwrite: bool, progress: Progress | None
 ) -> list[OutputTensor]:
     contents = from_gguf(source, asked) if isinstance(source, GgufFile) else from_folder(source, asked)
     total = sum(tensor.nbytes for tensor in contents.tensors)
     check_space(target, total)
-    with replacing(target) as beside:
+    with replacing(target, overwrite) as beside:
         write_gguf(beside, contents.arch, contents.metadata, contents.tensors, counted(total, progress))
         _check(source, beside)
     return contents.tensors
 
 
 def _write_folder(
-    source: WeightSource, target: Path, asked: DType | None, progress: Progress | None
+    source: WeightSource, target: Path, asked: DType | None, overwrite: bool, progress: Progress | None
 ) -> list[OutputTensor]:
     tensors = folder_tensors(source, asked)
     total = sum(tensor.nbytes for tensor in tensors)
     check_space(target, total)
-    with replacing(target) as beside:
+    with replacing(target, overwrite) as beside:
         write_folder(beside, source, tensors, counted(total, progress), SHARD_BYTES)
         _check(source, beside)
     return tensors

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vkdecode.errors import OutputError
@@ -17,6 +17,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def check_target(source: Path, target: Path, overwrite: bool) -> None:
     """Refuse a target that cannot or must not be written; `target` ends in .gguf for a file, else it is a folder."""
+    try:
+        _check_target(source, target, overwrite)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(f"cannot write {str(target)!r}: {reason}") from error
+
+
+def _check_target(source: Path, target: Path, overwrite: bool) -> None:
     is_file = is_gguf(target)
     there, from_here = target.resolve(), source.resolve()
     if there == from_here or there in from_here.parents:
@@ -47,7 +55,7 @@ def check_space(target: Path, nbytes: int) -> None:
 
 
 @contextmanager
-def replacing(target: Path) -> Iterator[Path]:
+def replacing(target: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a path beside the target to write a file or folder to; it takes the target's name at the end.
 
     Whatever goes wrong, what was written is removed and the target is as it was.
@@ -56,10 +64,13 @@ def replacing(target: Path) -> Iterator[Path]:
         OutputError: the system refused to write.
 
     """
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    # Not made from the target's name, which may be as long as names can be.
+    beside = target.with_name(f".vkdecode-{secrets.token_hex(8)}.part")
     try:
         yield beside
         _sync(beside)
+        if not overwrite and os.path.lexists(target):
+            raise OutputError(f"{target} has come into being meanwhile; it is not overwritten")
         _take_name(beside, target)
     except OSError as error:
         reason = "the disk is full" if error.errno in _FULL else error.strerror or str(error)
@@ -91,7 +102,6 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()

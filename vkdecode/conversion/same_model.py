@@ -24,19 +24,22 @@ _TOLERANCE = 1e-6
 
 def check_same_config(original: Mapping[str, Any], rebuilt: Mapping[str, Any], where: str) -> None:
     """Raise `UnsupportedModelError` naming the first setting that got lost on the way."""
-    name, architecture = architecture_of(original)
-    other, _ = architecture_of(rebuilt)
-    if name != other:
-        raise UnsupportedModelError(f"{where} has the model_type {name!r}, which would become {other!r}")
-    first, second = (architecture.parse_config(config) for config in (original, rebuilt))
-    ropes = (architecture.rope(original, first), architecture.rope(rebuilt, second))
-    settings = [{**asdict(one), **asdict(rope)} for one, rope in zip((first, second), ropes, strict=True)]
-    for key, value in settings[0].items():
-        if not _equal(value, settings[1][key]):
+    before, after = _settings(original), _settings(rebuilt)
+    for key in {**before, **after}:
+        first, second = before.get(key), after.get(key)
+        # Of two families, one may have a setting that the other lacks: Mistral without windows is Llama without biases.
+        both = key in before and key in after
+        if not (_equal(first, second) if both else not np.any(first) and not np.any(second)):
             raise UnsupportedModelError(
-                f"{where} has {key} {_brief(value)}, which a GGUF file cannot say: it would become "
-                f"{_brief(settings[1][key])}"
+                f"{where} has {key} {_brief(first)}, which a GGUF file cannot say: it would become {_brief(second)}"
             )
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """All that shapes the model, as its architecture reads it."""
+    _, architecture = architecture_of(config)
+    parsed = architecture.parse_config(config)
+    return {**asdict(parsed), **asdict(architecture.rope(config, parsed))}
 
 
 def check_written(source: WeightSource, written: WeightSource) -> None:

@@ -30,17 +30,22 @@ _FURTHER: Mapping[str, Callable[[Config], Any]] = {
     "vocab_size": lambda config: config["vocab_size"],
     "attention.key_length": lambda config: config["head_dim"],
     "attention.value_length": lambda config: config["head_dim"],
-    "attention.sliding_window": lambda config: config.get("sliding_window"),
+    "attention.sliding_window": lambda config: _window(config),
     "attention.sliding_window_pattern": lambda config: _window_pattern(config),
     "attention.scale": lambda config: _attention_scale(config),
     "attn_logit_softcapping": lambda config: _number(config.get("attn_logit_softcapping")),
     "final_logit_softcapping": lambda config: _number(config.get("final_logit_softcapping")),
     "embedding_scale": lambda config: _number(config.get("embedding_multiplier")),
     "residual_scale": lambda config: _number(config.get("residual_multiplier")),
+    "expert_feed_forward_length": lambda config: _expert_size(config),
+    "rope.scaling.original_context_length": lambda config: config.get("original_max_position_embeddings"),
     "expert_weights_norm": lambda config: config.get("norm_topk_prob"),
     "use_parallel_residual": lambda config: config.get("use_parallel_residual"),
 }
-_ALWAYS = ("vocab_size",)
+# What no table reads, since the tensors say it too, and llama.cpp needs.
+_ALWAYS = ("vocab_size", "expert_feed_forward_length")
+# Newer configs call some things by another name.
+_ALIASES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 
 
 @dataclass(frozen=True)
@@ -105,12 +110,13 @@ def gguf_metadata(
     """
     values = {key.metadata: _table_value(key.config, key.metadata, key.kind, key.default, config, where)
               for key in family.keys}  # fmt: skip
-    values.update({key: make(config) for key, make in _FURTHER.items() if key not in values})
-    values.update({key: value for key, value in rope.items() if key not in values})
+    for key, value in (*rope.items(), *((key, make(config)) for key, make in _FURTHER.items())):
+        if values.get(key) is None:
+            values[key] = value
     given = {key: value for key, value in values.items() if value is not None}
     lenient = _Lenient(_plain(family, given), family.arch, where)
     hf_config(family, GgufContents(lenient, names, lambda name: vectors[name]))
-    dropped = set(lenient.really_unread()) - set(_ALWAYS)
+    dropped = {key for key in lenient.really_unread() if lenient.is_set(key)} - set(_ALWAYS)
     entries = {f"{family.arch}.{key}": _entry(value) for key, value in given.items() if key not in dropped}
     meta = Metadata(plain_values(entries), family.arch, where)
     return entries, hf_config(family, GgufContents(meta, names, lambda name: vectors[name]))
@@ -138,7 +144,8 @@ def _entry(value: Any) -> MetaEntry:
 
 def _table_value(name: str, metadata: str, kind: type, default: Any, config: Config, where: str) -> Any:
     value = config.get(_SIZES.get(metadata, name))
-    value = config.get(name) if value is None else value
+    for other in (name, _ALIASES.get(name, name)):
+        value = config.get(other) if value is None else value
     if value is None and not isinstance(default, str):
         value = default
     if value is None and default is None:
@@ -148,6 +155,18 @@ def _table_value(name: str, metadata: str, kind: type, default: Any, config: Con
 
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
+
+
+def _window(config: Config) -> int | None:
+    """The length of sliding windows; 0 says that there are none where llama.cpp would otherwise guess."""
+    window = config.get("sliding_window")
+    return 0 if window is None and config.get("model_type") == "phi3" else window
+
+
+def _expert_size(config: Config) -> int | None:
+    """The inner size of an expert, where a config gives one of its own or the family knows no other."""
+    inner = config.get("moe_intermediate_size")
+    return config.get("intermediate_size") if inner is None and config.get("model_type") == "gpt_oss" else inner
 
 
 def _window_pattern(config: Config) -> list[bool] | None:
