@@ -40,8 +40,9 @@ def settings(source: WeightSource) -> dict[str, Any]:
     _, architecture = architecture_of(source.config)
     config = architecture.parse_config(source.config)
     found: dict[str, Any] = {**asdict(config), **asdict(architecture.rope(source.config, config))}
-    nested = [key for key, value in found.items() if isinstance(value, dict)]
-    return {**found, **{f"{key}.{inner}": value for key in nested for inner, value in found.pop(key).items()}}
+    flat = {key: value for key, value in found.items() if not isinstance(value, dict)}
+    nested = {key: value for key, value in found.items() if isinstance(value, dict)}
+    return {**flat, **{f"{key}.{inner}": value for key, inside in nested.items() for inner, value in inside.items()}}
 
 
 def assert_same_settings(found: WeightSource, wanted: WeightSource) -> None:

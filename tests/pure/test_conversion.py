@@ -21,7 +21,8 @@ from vkdecode.errors import InvalidInputError, UnsupportedModelError, VkDecodeEr
 from vkdecode.models.registry import ARCHITECTURES
 from vkdecode.text import load_tokenizer
 from vkdecode.weights import DType, open_weights
-from vkdecode.weights.families import Layout
+from vkdecode.weights.families import Layout, family_of_model_type
+from vkdecode.weights.families.inverse import gguf_metadata
 from vkdecode.weights.gguf_header import read_header
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -223,6 +224,17 @@ def test_settings_that_a_config_leaves_out_are_written_out(tmp_path: Path) -> No
     convert(folder, tmp_path / "m.gguf")
     assert_same_settings(opened_gguf(tmp_path / "m.gguf"), open_weights(folder))
     assert settings(opened_gguf(tmp_path / "m.gguf"))["head_dim"] == 16
+
+
+def test_mistral_without_windows_is_read_as_llama() -> None:
+    source = open_weights(TINY / "mistral-sliding")
+    family = family_of_model_type("mistral")
+    assert family is not None
+    for window, model_type in ((7, "mistral"), (None, "llama")):
+        config = {**source.config, "sliding_window": window}
+        metadata, rebuilt = gguf_metadata(family, config, {"rope.dimension_count": 16}, {}, {}, "m")
+        assert rebuilt["model_type"] == model_type
+        assert ("llama.attention.sliding_window" in metadata) is (window is not None)
 
 
 def test_a_tied_head_and_computed_buffers_are_left_out(tmp_path: Path) -> None:

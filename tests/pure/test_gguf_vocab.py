@@ -186,6 +186,13 @@ def test_more_tokens_than_embeddings_are_refused(tmp_path: Path) -> None:
         convert(folder(tmp_path / "m", byte_level(), vocab_size=160), tmp_path / "m.gguf")
 
 
+def test_a_tokenizer_without_merges_is_refused(tmp_path: Path) -> None:
+    backend = Backend(models.BPE(vocab={piece: index for index, piece in enumerate(byte_level_alphabet())}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = PRE_TOKENIZERS["gpt-2"].build(), decoders.ByteLevel()
+    with pytest.raises(TokenizerError, match="has no merges"):
+        convert(folder(tmp_path / "m", finished(backend)), tmp_path / "m.gguf")
+
+
 def test_chat_templates_survive(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "{{ bos_token }}a"}, {"name": "tool_use", "template": "b"}]
     for template in ("{{ bos_token }}x", named):

@@ -96,6 +96,8 @@ class _Vocabulary:
 
     def byte_level(self) -> dict[str, MetaEntry]:
         """Metadata of byte-level BPE."""
+        if not self.model["merges"]:
+            raise TokenizerError(f"the tokenizer of {self.where} has no merges, without which GGUF files have none")
         return {
             "tokenizer.ggml.model": entry("gpt2"),
             "tokenizer.ggml.pre": entry(self._pre_tokenizer()),

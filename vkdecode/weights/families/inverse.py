@@ -15,7 +15,17 @@ import numpy as np
 from gguf.constants import GGUFValueType
 
 from vkdecode.errors import ConfigError, ModelFileError
-from vkdecode.weights.families import AS_IS, GgufContents, GgufFamily, Layout, Names, gguf_name, hf_config, split_name
+from vkdecode.weights.families import (
+    AS_IS,
+    GgufContents,
+    GgufFamily,
+    Layout,
+    Names,
+    family_of,
+    gguf_name,
+    hf_config,
+    split_name,
+)
 from vkdecode.weights.families.table import CONTEXT, FEED_FORWARD, HEADS, HIDDEN, KV_HEADS, LAYERS
 from vkdecode.weights.gguf_meta import Metadata
 from vkdecode.weights.gguf_writer import MetaEntry, entry, plain_values
@@ -115,11 +125,16 @@ def gguf_metadata(
             values[key] = value
     given = {key: value for key, value in values.items() if value is not None}
     lenient = _Lenient(_plain(family, given), family.arch, where)
-    hf_config(family, GgufContents(lenient, names, lambda name: vectors[name]))
+    _read(lenient, names, vectors, family.arch)
     dropped = {key for key in lenient.really_unread() if lenient.is_set(key)} - set(_ALWAYS)
     entries = {f"{family.arch}.{key}": _entry(value) for key, value in given.items() if key not in dropped}
     meta = Metadata(plain_values(entries), family.arch, where)
-    return entries, hf_config(family, GgufContents(meta, names, lambda name: vectors[name]))
+    return entries, _read(meta, names, vectors, family.arch)
+
+
+def _read(meta: Metadata, names: Names, vectors: Mapping[str, list[float]], arch: str) -> dict[str, Any]:
+    """The config that a reader makes, who may take the file for one of another family of the same architecture."""
+    return hf_config(family_of(arch, meta), GgufContents(meta, names, lambda name: vectors[name]))
 
 
 class _Lenient(Metadata):
