@@ -181,6 +181,22 @@ def test_every_family_becomes_what_the_converter_of_llama_cpp_makes_of_it(tmp_pa
     assert_same_settings(opened_gguf(tmp_path / "m.gguf"), open_weights(TINY / name))
 
 
+def test_a_folder_keeps_tensors_of_any_shape(tmp_path: Path) -> None:
+    folder = changed_folder(tmp_path / "m")
+    rng = np.random.default_rng(8)
+    shapes: tuple[tuple[int, ...], ...] = ((), (1,), (3, 1), (2, 3, 5), (2, 0), (2, 3, 4, 5))
+    more = {f"more.{index}": rng.normal(size=shape).astype(np.float32) for index, shape in enumerate(shapes)}
+    save_file({**load_file(folder / "model.safetensors"), **more}, folder / "model.safetensors")
+    convert(folder, tmp_path / "same")
+    convert(folder, tmp_path / "f16", "f16")
+    for name, values in more.items():
+        for target in ("same", "f16"):
+            made = load_file(tmp_path / target / "model.safetensors")[name]
+            wanted = values.astype(np.float16) if target == "f16" and values.ndim > 1 else values
+            assert (made.dtype, made.shape) == (wanted.dtype, wanted.shape)
+            np.testing.assert_array_equal(made, wanted)
+
+
 def test_a_family_without_a_table_is_written_as_a_folder_and_refused_as_gguf_by_name(tmp_path: Path) -> None:
     folder = changed_folder(tmp_path / "m", model_type="made_up")
     convert(folder, tmp_path / "bf16", "bf16")

@@ -61,12 +61,13 @@ def in_layout(
 
     """
     columns = shape[-1] if len(shape) > 1 else 1
-    nbytes = held.row_bytes(columns) * (math.prod(shape) // columns)
+    nbytes = held.row_bytes(columns) * (math.prod(shape) // max(columns, 1))
 
     def pieces() -> Iterator[NDArray[Any]]:
-        for name in names:
+        for name in names if nbytes else ():
             for values, dtype in _ordered(source, name, layout, heads):
-                yield np.ascontiguousarray(recode_rows(values.reshape(-1, values.shape[-1]), dtype, held, name))
+                rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
+                yield np.ascontiguousarray(recode_rows(rows, dtype, held, name))
 
     return OutputTensor(output_name, shape, held.name, nbytes, pieces)
 
