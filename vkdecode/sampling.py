@@ -69,23 +69,48 @@ class Sampler:
         self.params = params if params is not None else SamplingParams()
         self._rng = np.random.Generator(np.random.PCG64(_seed_of(self.params)))
 
+    def candidates_needed(self, vocab_size: int) -> int:
+        """How many of the highest logits decide, so that `sample_candidates` gives what `sample` gives of the row.
+
+        1 for greedy, `top_k` where it keeps fewer than all; 0 where it takes the whole row.
+        """
+        if self.params.is_greedy:
+            return 1
+        return int(self.params.top_k) if self.params.top_k < vocab_size else 0
+
+    def sample_candidates(self, token_ids: NDArray[np.integer], logits: NDArray[np.float32]) -> int:
+        """Choose one of the `candidates_needed` highest logits of a row: the same token, and the same use of the seed.
+
+        Args:
+            token_ids: [count], best first; of equal logits the lower ids first.
+            logits: [count]; where the highest is not finite, the whole row, which the error then describes.
+
+        Raises:
+            InvalidInputError: the two are not non-empty rows of the same length.
+            VkDecodeError: like `sample`.
+
+        """
+        ids, highest = np.asarray(token_ids), _checked_highest(logits)
+        if ids.shape != np.shape(logits):
+            raise InvalidInputError(f"{ids.size} token ids cannot go with {np.size(logits)} logits; give one of each")
+        if self.params.is_greedy:
+            return int(ids[0])
+        ranks, weights = _survivors(np.asarray(logits), highest, self.params, np.arange(ids.size))
+        return int(ids[self._draw(ranks, weights)])
+
     def sample(self, logits: NDArray[np.float32]) -> int:
         """Choose one token id from `logits` [vocab], where -inf marks a token that must not be chosen.
 
         Raises `InvalidInputError` when `logits` is not one non-empty row of numbers, and `VkDecodeError` when it holds
         NaN or +inf, or nothing above -inf.
         """
-        row = np.asarray(logits)
-        if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "fiu":
-            raise InvalidInputError(
-                f"logits of shape {row.shape} and dtype {row.dtype} cannot be sampled; give one row of floats"
-            )
-        highest = float(row.max())  # NaN anywhere makes this NaN
-        if not math.isfinite(highest):
-            raise VkDecodeError(_bad_logits(row, highest))
+        row, highest = np.asarray(logits), _checked_highest(logits)
         if self.params.is_greedy:
             return int(row.argmax())
-        ids, weights = _candidates(row, highest, self.params)
+        return self._draw(*_survivors(row, highest, self.params))
+
+    def _draw(self, ids: NDArray[np.intp] | None, weights: NDArray[np.float64]) -> int:
+        """Draw one of the ids (None: of the positions) by their weights."""
         cumulative = np.cumsum(weights)
         total = cumulative[-1]
         drawn = int(np.searchsorted(cumulative, self._rng.random() * total, side="right"))
@@ -94,17 +119,32 @@ class Sampler:
         return drawn if ids is None else int(ids[drawn])
 
 
-def _candidates(
-    row: NDArray[Any], highest: float, params: SamplingParams
+def _checked_highest(logits: object) -> float:
+    row = np.asarray(logits)
+    if row.ndim != 1 or row.size == 0 or row.dtype.kind not in "fiu":
+        raise InvalidInputError(
+            f"logits of shape {row.shape} and dtype {row.dtype} cannot be sampled; give one row of floats"
+        )
+    highest = float(row.max())  # NaN anywhere makes this NaN
+    if not math.isfinite(highest):
+        raise VkDecodeError(_bad_logits(row, highest))
+    return highest
+
+
+def _survivors(
+    row: NDArray[Any], highest: float, params: SamplingParams, top_k: NDArray[np.intp] | None = None
 ) -> tuple[NDArray[np.intp] | None, NDArray[np.float64]]:
-    """Return the ids that may be drawn (None: all, in id order) and their weights, which need not sum to 1."""
+    """Return the ids that may be drawn (None: all, in id order) and their weights, which need not sum to 1.
+
+    `top_k` are the survivors of top-k, best first, where they are known.
+    """
     logits = row.astype(np.float64)
     with np.errstate(
         over="ignore", under="ignore"
     ):  # a tiny temperature sends all but the best to weight 0: that is right
         weights = np.exp((logits - highest) / float(params.temperature))
-    ids: NDArray[np.intp] | None = None
-    if 0 < params.top_k < row.size:
+    ids = top_k
+    if ids is None and 0 < params.top_k < row.size:
         ids = _most_likely(logits, params.top_k)
     if params.top_p < 1.0:
         ids = _nucleus(logits, weights, ids, float(params.top_p))

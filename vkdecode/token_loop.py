@@ -196,7 +196,7 @@ class TextStream(Iterator[str]):
         if not self._token_ids:
             self._feed.open()
             started = time.perf_counter()
-            self._feed.prepare(len(self._prompt))
+            self._feed.prepare(len(self._prompt), self._sampler)
             self._preparation_seconds = time.perf_counter() - started
             started = time.perf_counter()
             token_id = self._feed.next_token(self._prompt, self._sampler)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,19 @@ class TokenModel(Protocol):
     ) -> NDArray[np.float32]: ...
 
 
+class CandidateModel(TokenModel, Protocol):
+    """What a model may have besides, so that not all logits are read for each token; `vkdecode.Model` has it."""
+
+    @property
+    def most_candidates(self) -> int:
+        """The largest `count` that `top_candidates` takes."""
+
+    def prepare(self, kv: Any, context: Any, prompt_tokens: int, candidates: int = 0) -> None: ...
+
+    def top_candidates(self, token_ids: Sequence[int], kv: Any, context: Any, count: int) -> Any:
+        """The same step; `token_ids` and `logits` of the `count` highest, as `Sampler.sample_candidates` takes them."""
+
+
 class KvFeed:
     """Feeds tokens into a KV cache and knows which tokens it put there (`token_ids`).
 
@@ -109,17 +122,26 @@ class KvFeed:
         if self._context is None:
             self._context = _new_context(self._model)
 
-    def prepare(self, prompt_tokens: int) -> None:
-        """Build what a prompt of this many tokens and the decoding after it need."""
-        self._model.prepare(self._kv, self._context, prompt_tokens)
+    def prepare(self, prompt_tokens: int, sampler: Sampler) -> None:
+        """Build what a prompt of this many tokens and the decoding after it with this sampler need."""
+        model, count = self._candidates(sampler)
+        if model is None:
+            self._model.prepare(self._kv, self._context, prompt_tokens)
+        else:
+            model.prepare(self._kv, self._context, prompt_tokens, candidates=count)
 
     def next_token(self, token_ids: Sequence[int], sampler: Sampler) -> int:
         """Append `token_ids` to the cache and choose the token after them; an exception leaves the cache as it was."""
         known, before = len(self.token_ids), self.cached_len
         try:
-            logits = self._model.forward_with_kv_context_persistent(token_ids, self._kv, self._context)
+            model, count = self._candidates(sampler)
+            if model is None:
+                logits = self._model.forward_with_kv_context_persistent(token_ids, self._kv, self._context)
+                self.token_ids.extend(token_ids)
+                return sampler.sample(logits)
+            best = model.top_candidates(token_ids, self._kv, self._context, count)
             self.token_ids.extend(token_ids)
-            return sampler.sample(logits)
+            return sampler.sample_candidates(best.token_ids, best.logits)
         except BaseException:  # also Ctrl-C
             del self.token_ids[known:]
             self._truncate(before)
@@ -149,6 +171,14 @@ class KvFeed:
         finally:
             if self._own_kv and kv is not None:
                 kv.close()
+
+    def _candidates(self, sampler: Sampler) -> tuple[CandidateModel | None, int]:
+        """The model as one that gives candidates, and how many; None where it takes the whole row of logits."""
+        if not hasattr(self._model, "top_candidates"):
+            return None, 0
+        model = cast(CandidateModel, self._model)
+        count = sampler.candidates_needed(int(model.config.vocab_size))
+        return (model, count) if 0 < count <= model.most_candidates else (None, 0)
 
     def _truncate(self, length: int) -> None:
         if self.cached_len > length:

@@ -91,8 +91,9 @@ def a_capture_of_the_old_cache_does_not_run(bench: Bench) -> None:
     env = session.per_token_sym_env(0)
     assert session.rebind_kv(held.other) is None
     assert not capture.is_current
-    with pytest.raises(ClosedError):
-        capture.replay_token(bench.device, held.data(session, held.other), env)
+    for replay in (capture.replay_token, lambda *step: capture.replay_candidates(*step, 1)):
+        with pytest.raises(ClosedError):
+            replay(bench.device, held.data(session, held.other), env)
     again = CapturedDecodeSession.capture(session)
     np.testing.assert_array_equal(again.replay_token(bench.device, held.data(session, held.other), env), held.logits)
     held.close()

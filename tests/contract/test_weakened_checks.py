@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
+import candidate_checks as candidate
 import contract_checks as pure
 import device_checks as real
 import pytest
@@ -30,7 +31,7 @@ def _checks(module: Any) -> tuple[Check, ...]:
 
 
 WITHOUT_DEVICE = _checks(pure)
-ON_A_DEVICE = _checks(real)
+ON_A_DEVICE = (*_checks(real), *_checks(candidate))
 
 # What of the package decides, and the checks that must notice where it decides less.
 GUARDS: Mapping[Any, tuple[Check, ...]] = {
@@ -53,7 +54,33 @@ GUARDS: Mapping[Any, tuple[Check, ...]] = {
         real.a_refused_pair_is_closed,
     ),
     CapturedDecodeSession.is_current: (real.a_capture_of_the_old_cache_does_not_run,),
+    DecodeSession._run: (
+        real.rungs_agree,
+        real.a_changed_graph_is_not_realized,
+        real.a_plan_runs_on_its_device_only,
+    ),
+    DecodeSession.realize_candidates: (candidate.candidates_agree, candidate.a_list_that_the_plan_lacks_is_refused),
+    DecodeSession.read_candidates: (
+        candidate.candidates_agree,
+        candidate.a_list_that_the_plan_lacks_is_refused,
+        candidate.candidates_that_are_not_finite_are_the_row,
+    ),
     CapturedDecodeSession.replay_token: (real.rungs_agree,),
+    CapturedDecodeSession.replay_candidates: (
+        candidate.candidates_agree,
+        candidate.a_list_that_the_plan_lacks_is_refused,
+    ),
+    CapturedDecodeSession.record: (
+        candidate.candidates_agree,
+        candidate.each_kind_is_recorded_once,
+        real.a_capture_of_the_old_cache_does_not_run,
+    ),
+    CapturedDecodeSession.has_run_for: (candidate.each_kind_is_recorded_once,),
+    CapturedDecodeSession._replay: (candidate.candidates_leave_their_rows_in_the_cache, real.rungs_agree),
+    CapturedDecodeSession._check_current: (
+        real.a_capture_of_the_old_cache_does_not_run,
+        candidate.each_kind_is_recorded_once,
+    ),
     CapturedDecodeSession.run_empty: (real.an_empty_run_takes_no_tokens,),
     CapturedDecodeSession._submit: (
         real.rungs_agree,
@@ -61,6 +88,8 @@ GUARDS: Mapping[Any, tuple[Check, ...]] = {
         real.a_plan_runs_on_its_device_only,
         real.a_changed_graph_is_not_realized,
         real.an_empty_run_takes_no_tokens,
+        candidate.candidates_agree,
+        candidate.each_kind_is_recorded_once,
     ),
     held_plans.invalidate_decode_pair_if_stale: (
         real.a_valid_pair_is_kept_with_its_capture,

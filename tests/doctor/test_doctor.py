@@ -67,7 +67,7 @@ def test_every_family_of_the_manifest_is_run_in_every_form(sound: Report, device
     assert len(run) == len(set(run)) and set(run) <= set(known)
     self_checks = {"subgroup_check", "self_check"}
     assert {key.split()[0] for key in run} | self_checks == {key.split()[0] for key in known}
-    for family in ("linear", "norm", "attention"):
+    for family in ("linear", "norm", "attention", "top_k"):
         assert {form for key in run for form in key.split()[1:2] if key.startswith(family + " ")} == {
             "LANES=subgroup",
             "LANES=shared",

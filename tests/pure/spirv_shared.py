@@ -29,7 +29,7 @@ def declared_shared_bytes(code: bytes, spec: Mapping[int, int]) -> int:
         body = words[at + 1 : at + count]
         if opcode == 71 and body[1] == _SPEC_ID:
             ids[body[0]] = body[2]
-        elif opcode in (22, 23, 28, 32):  # float, vector, array and pointer types: the result comes first
+        elif opcode in (21, 22, 23, 28, 32):  # integer, float, vector, array and pointer types: the result comes first
             found[body[0]] = opcode, body[1:]
         elif opcode in (43, 50, 52):  # constants: the type comes first
             found[body[1]] = opcode, body[2:]
@@ -45,7 +45,7 @@ def declared_shared_bytes(code: bytes, spec: Mapping[int, int]) -> int:
 
     def size(one: int) -> int:
         opcode, body = found[one]
-        if opcode == 22:
+        if opcode in (21, 22):
             return body[0] // 8
         return size(body[0]) * (body[1] if opcode == 23 else value(body[1]))
 

@@ -11,6 +11,7 @@ import test_kernel_moves
 import test_kernel_norm
 import test_kernel_rope
 import test_kernel_self_check
+import test_kernel_top_k
 
 from vkdecode.gpu import registry
 
@@ -24,6 +25,7 @@ MODULES = (
     test_kernel_norm,
     test_kernel_rope,
     test_kernel_self_check,
+    test_kernel_top_k,
 )
 
 

@@ -13,7 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_llama import PATHS, TINY, planned
+from tiny_llama import LANES, LOCATION, PATHS, TINY, step_graph
+
+from vkdecode.decode import StepOptions
+from vkdecode.decode.candidates import candidates_node, host_copies, left_out, with_candidates
+from vkdecode.graph import optimize_graph, splice_host_copy
+from vkdecode.runtime import lower, steps_for
 
 SCRIPT = Path(__file__).with_name("work_under_validation.py")
 SETTINGS = {
@@ -68,13 +73,20 @@ def test_the_checks_of_a_device_draw_no_message(tmp_path: Path) -> None:
     assert under_validation(tmp_path, "subgroup", "doctor") == ["ran the doctor", "done"]
 
 
-# One behind the embedding and one behind each of a layer's five dispatches; the one behind the head is its read-back.
-SYNCS = 1 + 5 * 2
+# One behind the embedding, one behind each of a layer's five dispatches, one behind the head and one behind the group
+# maxima; the one behind the list of candidates is its read-back.
+SYNCS = 1 + 5 * 2 + 2
 
 
 def test_the_controls_leave_out_every_step_that_orders_two_dispatches() -> None:
-    _, _, plan = planned("llama")
-    (steps,) = plan.order
+    options = StepOptions(1, "last", "device", "bounded")
+    step = with_candidates(step_graph("llama", options), options)
+    roots = (splice_host_copy(step.graph, step.logits), *step.effects, *host_copies(step))
+    plan = lower(step.graph, optimize_graph(step.graph, roots, LOCATION), LANES["subgroup"])
+    node = candidates_node(step, 40)
+    assert node is not None
+    out = left_out(step, node)
+    (steps,) = steps_for(plan, lambda dispatch: dispatch.node not in out)
     assert [step.kind for step in steps].count("sync") == SYNCS + 1
     assert steps[-1].kind == "sync"
 

@@ -49,8 +49,12 @@ def work(lanes: str, folder: Path, only_decode: bool) -> None:
                         run(model, prompt, kv, context, mode)
                         run(model, prompt[:17], kv, context, mode, "all")
                     for token in decode[:3]:
-                        run(model, [token], kv, context, mode)
+                        model.top_candidates([token], kv, context, 40, mode)
                     if not only_decode:
+                        model.top_candidates(prompt[:7], kv, context, 40, mode)
+                        model.top_candidates(decode[3:4], kv, context, 1, mode)
+                        for token in decode[:2]:
+                            run(model, [token], kv, context, mode)
                         kv.clear()
                         run(model, prompt[:2], kv, context, mode)
                         run(model, prompt[2:3], kv, context, mode)
@@ -75,6 +79,8 @@ def reach(lanes: str, folder: Path, prompts: bool) -> None:
                     run(model, prompt[:13], kv, context, mode)
                 for token in prompt[:3]:
                     run(model, [token], kv, context, mode)
+                for count in (1, 40):
+                    model.top_candidates(prompt[:1], kv, context, count, mode)
                 kv.clear()
                 run(model, prompt[:1], kv, context, mode)
                 assert context.stats.rebinds >= 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from vkdecode.decode.candidates import host_copies, with_candidates
 from vkdecode.decode.kv_cache import KvCache, KvGeometry
 from vkdecode.decode.session import DecodeSession, PlanValidity
 from vkdecode.decode.step_graph import DecodeModel, StepOptions
@@ -71,7 +72,7 @@ def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context
         VkDecodeError: a weight cannot be read, memory runs out, or a limit of the device is exceeded.
 
     """
-    step = model.build_step(options, kv.geometry)
+    step = with_candidates(model.build_step(options, kv.geometry), options)
     cache = StorageCache()
 
     def bind(graph: Graph, constants: Sequence[NodeId]) -> StorageCache:
@@ -81,7 +82,7 @@ def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context
 
     try:
         prebuilt, cache = context.prebuild_optimized_as_with_env(
-            step.graph, step.logits, step.effects, bind, _dispatches_per_segment(options)
+            step.graph, step.logits, (*step.effects, *host_copies(step)), bind, _dispatches_per_segment(options)
         )
     except BaseException:
         for node in cache:
@@ -113,9 +114,9 @@ def plan_step(model: DecodeModel, options: StepOptions, geometry: KvGeometry) ->
         VkDecodeError: no kernel has a geometry, or not even a part of a weight fits a storage buffer.
 
     """
-    step = model.build_step(options, geometry)
+    step = with_candidates(model.build_step(options, geometry), options)
     target = splice_host_copy(step.graph, step.logits)
-    optimized = optimize_for(model.device, step.graph, (target, *step.effects))
+    optimized = optimize_for(model.device, step.graph, (target, *step.effects, *host_copies(step)))
     return step.graph, lower(step.graph, optimized, model.lanes, _dispatches_per_segment(options))
 
 

@@ -9,19 +9,21 @@ speed, a good one thrown away is a silent slow-down; `validity_for` is the one l
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vkdecode.decode.candidates import Candidates, as_candidates, candidates_node, left_out
 from vkdecode.decode.keys import KvAllocId
 from vkdecode.decode.rebind import KvRebindSource, RebindRefusal, check_rebind
 from vkdecode.decode.step_graph import StepGraph
 from vkdecode.errors import ClosedError, DeviceError, InvalidInputError
 from vkdecode.gpu import Device, DeviceLocation
 from vkdecode.graph import Graph, NodeId, OptimizedGraph, SymEnv, SymId
-from vkdecode.runtime import Executable, Prebuilt, StorageCache, check_topology
+from vkdecode.runtime import Dispatch, Executable, Prebuilt, StorageCache, check_topology
 from vkdecode.weights.dtypes import DType
 
 if TYPE_CHECKING:
@@ -126,6 +128,16 @@ class DecodeSession:
     def logits_node(self) -> NodeId:
         """The logits before that COPY: what a capture targets."""
         return self._step.logits
+
+    @property
+    def candidates_nodes(self) -> tuple[NodeId, ...]:
+        """The lists of the highest logits behind `logits_node`, the shorter first; none where a step has no row."""
+        return self._step.candidates
+
+    def wanted_node(self, count: int) -> NodeId:
+        """The node to run up to for the `count` best candidates: the shortest list of them, or the logits for 0."""
+        node = candidates_node(self._step, count) if count else None
+        return self.logits_node if node is None else node
 
     @property
     def token_ids_node(self) -> NodeId:
@@ -286,10 +298,46 @@ class DecodeSession:
             DeviceError: `device` is not the plan's.
 
         """
+        self._run(device, data, sym_env, self.logits_node)
+        return self.executable.read(self.logits_node)
+
+    def realize_candidates(self, device: Device, data: DecodeTokenData, sym_env: SymEnv, count: int) -> Candidates:
+        """The same, but only the `count` highest logits are read; raises like `realize_token`.
+
+        Raises:
+            InvalidInputError: the plan has no list of so many.
+
+        """
+        self._run(device, data, sym_env, self.wanted_node(count))
+        return self.read_candidates(count)
+
+    def read_candidates(self, count: int) -> Candidates:
+        """The `count` highest logits of the step that ran last, which must have been run up to `wanted_node(count)`.
+
+        The whole row is read only where the best logit is not finite.
+
+        Raises:
+            InvalidInputError: the plan has no list of so many.
+
+        """
+        node = candidates_node(self._step, count)
+        if node is None:
+            raise InvalidInputError(f"this plan has no list of {count} candidates; read the logits")
+        best = as_candidates(self.executable.read(node, 2 * count).view(np.uint32))
+        if np.isfinite(best.logits[0]):
+            return best
+        row = self.executable.read(self.logits_node)
+        return Candidates(np.arange(row.size), row)
+
+    def needed_for(self, wanted: NodeId) -> Callable[[Dispatch], bool]:
+        """Which dispatches a recording for this node holds: all but the candidates that it does not need."""
+        out = left_out(self._step, wanted)
+        return lambda dispatch: dispatch.node not in out
+
+    def _run(self, device: Device, data: DecodeTokenData, sym_env: SymEnv, wanted: NodeId) -> None:
         self.check_runnable(device)
         self.bind(data)
-        self.executable.submit(self.executable.record(sym_env))
-        return self.executable.read(self.logits_node)
+        self.executable.submit(self.executable.record(sym_env, self.needed_for(wanted)))
 
     def check_runnable(self, device: Device) -> None:
         """Raise where the plan cannot run on this device or its graph was changed."""

@@ -8,18 +8,21 @@ plan bakes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vkdecode.decode.candidates import MOST_CANDIDATES, Candidates
 from vkdecode.decode.captured import CapturedDecodeSession
 from vkdecode.decode.held_plans import build_session, held_session, put_session
 from vkdecode.decode.kv_cache import KvCache
 from vkdecode.decode.session import DecodeSession, DecodeTokenData
 from vkdecode.decode.step_graph import DecodeModel, StepOptions, check_token_ids
 from vkdecode.errors import CaptureRefusedError, ContextLengthError, InvalidInputError
+from vkdecode.graph import NodeId
 from vkdecode.runtime import InferenceContext, Stats
 
 RUNGS = ("captured", "held", "rebuild")
@@ -27,6 +30,8 @@ KV_OFFSETS = ("device", "symenv")
 ARMS = ("bounded", "masked")
 CHUNK_SIZES = (16, 64, 256)
 _ALL_LOGITS_CHUNK = 16
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,24 +90,52 @@ def forward_with_kv_context_persistent(
     """
     if logits not in ("last", "all"):
         raise InvalidInputError(f"logits must be 'last' or 'all', not {logits!r}")
-    mode = mode or DecodeMode()
-    ids = check_token_ids(token_ids, model.vocab_size)
-    _check_fits(model, ids.size, kv, context)
-    start = kv.cached_len
-    parts: list[NDArray[np.float32]] = []
-    try:
-        with model.device.lock:
-            for chunk in _chunks(model, ids.size, mode, logits, context.held):
-                part = ids[chunk.start : chunk.end]
-                result = _run_step(model, part, chunk.options, kv, context, mode.rung)
-                kv.advance(part.size)
-                rows = result.reshape(-1, model.vocab_size)[: part.size] if logits == "all" else result
-                parts = [*parts, rows] if logits == "all" else [rows]
-    except BaseException:
-        if not kv.closed and kv.cached_len > start:
-            kv.truncate_to(start)
-        raise
-    return np.concatenate(parts)
+    parts = list(_run_steps(model, token_ids, kv, context, mode, logits, _LOGITS))
+    if logits == "last":
+        return parts[-1][0]
+    return np.concatenate([result.reshape(-1, model.vocab_size)[:tokens] for result, tokens in parts])
+
+
+def top_candidates(
+    model: DecodeModel,
+    token_ids: Sequence[int] | NDArray[np.integer],
+    kv: KvCache,
+    context: InferenceContext,
+    count: int,
+    mode: DecodeMode | None = None,
+) -> Candidates:
+    """The same step, but only the `count` highest logits of the last token are read, best first.
+
+    Plans are shared with `forward_with_kv_context_persistent`: changing between the two builds nothing anew, and each
+    plan is recorded once for each of a row, one candidate and up to 64.
+
+    Args:
+        model: whose weights.
+        token_ids: one or more ids.
+        kv: a cache made for this model.
+        context: where plans are held.
+        count: how many, from 1 to 64 and the size of the vocabulary.
+        mode: how to realize; captured by default.
+
+    Raises:
+        InvalidInputError: `count` is out of its range; else like `forward_with_kv_context_persistent`.
+        VkDecodeError: like `forward_with_kv_context_persistent`.
+
+    """
+    most = most_candidates(model)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+        raise InvalidInputError(f"count must be a whole number from 1 to {most}, not {count!r}")
+    wanted: _Wanted[Candidates] = _Wanted(
+        count,
+        lambda session, *step: session.realize_candidates(*step, count),
+        lambda capture, *step: capture.replay_candidates(*step, count),
+    )
+    return _run_steps(model, token_ids, kv, context, mode, "last", wanted)[-1][0]
+
+
+def most_candidates(model: DecodeModel) -> int:
+    """The most candidates that a step of this model can be asked for."""
+    return min(MOST_CANDIDATES, model.vocab_size)
 
 
 def prepare(
@@ -111,10 +144,12 @@ def prepare(
     context: InferenceContext,
     prompt_tokens: int,
     mode: DecodeMode | None = None,
+    candidates: int = 0,
 ) -> None:
     """Build what a prompt of this many tokens and the decoding after it need, so that the first token need not wait.
 
-    Each new plan runs once on no tokens, which makes the driver compile it and leaves the cache as it is.
+    Each new plan runs once on no tokens, which makes the driver compile it and leaves the cache as it is. It is
+    recorded for reading this many candidates, or all logits for 0.
 
     Raises:
         VkDecodeError: like `forward_with_kv_context_persistent`.
@@ -128,8 +163,9 @@ def prepare(
         for options in prompt_steps(model, prompt_tokens, mode, context.held):
             session = held_session(model, options, kv, context)
             try:
-                if mode.rung == "captured" and _capture(session, context.stats):
-                    _run_empty(model, session, kv.cached_len)
+                wanted = session.wanted_node(candidates)
+                if mode.rung == "captured" and _capture(session, wanted, context.stats):
+                    _run_empty(model, session, wanted, kv.cached_len)
             except BaseException:
                 session.close()
                 raise
@@ -159,6 +195,55 @@ def step_data(model: DecodeModel, session: DecodeSession, ids: NDArray[np.uint32
     return DecodeTokenData(padded, ids.size, cos, sin, mask, offset)
 
 
+@dataclass(frozen=True)
+class _Wanted(Generic[T]):
+    """What a step is read for: the logits (`candidates` 0) or so many of the highest, and how either is got.
+
+    `realize` is called with a session, `replay` with a capture; both then take the device, the step's data and symbols.
+    """
+
+    candidates: int
+    realize: Callable[..., T]
+    replay: Callable[..., T]
+
+
+_LOGITS: _Wanted[NDArray[np.float32]] = _Wanted(
+    0, lambda session, *step: session.realize_token(*step), lambda capture, *step: capture.replay_token(*step)
+)
+
+
+def _run_steps(
+    model: DecodeModel,
+    token_ids: Sequence[int] | NDArray[np.integer],
+    kv: KvCache,
+    context: InferenceContext,
+    mode: DecodeMode | None,
+    logits: str,
+    wanted: _Wanted[T],
+) -> list[tuple[T, int]]:
+    """Run a request's steps; what was wanted of each that has logits, and its number of tokens."""
+    mode = mode or DecodeMode()
+    ids = check_token_ids(token_ids, model.vocab_size)
+    _check_fits(model, ids.size, kv, context)
+    start = kv.cached_len
+    results: list[tuple[T, int]] = []
+    try:
+        with model.device.lock:
+            for chunk in _chunks(model, ids.size, mode, logits, context.held):
+                part = ids[chunk.start : chunk.end]
+                if chunk.options.logits == "none":
+                    _run_step(model, part, chunk.options, kv, context, mode.rung, _LOGITS)
+                else:
+                    result = _run_step(model, part, chunk.options, kv, context, mode.rung, wanted)
+                    results.append((result, part.size))
+                kv.advance(part.size)
+    except BaseException:
+        if not kv.closed and kv.cached_len > start:
+            kv.truncate_to(start)
+        raise
+    return results
+
+
 def _run_step(
     model: DecodeModel,
     ids: NDArray[np.uint32],
@@ -166,16 +251,17 @@ def _run_step(
     kv: KvCache,
     context: InferenceContext,
     rung: str,
-) -> NDArray[np.float32]:
+    wanted: _Wanted[T],
+) -> T:
     if rung == "rebuild":
         session = build_session(model, options, kv, context)
         try:
-            return _realize(model, session, ids, kv, context, captured=False)
+            return _realize(model, session, ids, kv, context, wanted, captured=False)
         finally:
             session.close()
     session = held_session(model, options, kv, context)
     try:
-        result = _realize(model, session, ids, kv, context, captured=rung == "captured")
+        result = _realize(model, session, ids, kv, context, wanted, captured=rung == "captured")
     except BaseException:
         # A plan whose step failed halfway is not trusted with another one.
         session.close()
@@ -184,9 +270,9 @@ def _run_step(
     return result
 
 
-def _run_empty(model: DecodeModel, session: DecodeSession, cached_len: int) -> None:
-    if session.capture is not None and not session.capture.has_run:
-        session.capture.run_empty(model.device, step_data(model, session, np.zeros(0, np.uint32), cached_len))
+def _run_empty(model: DecodeModel, session: DecodeSession, wanted: NodeId, cached_len: int) -> None:
+    if session.capture is not None and not session.capture.has_run_for(wanted):
+        session.capture.run_empty(model.device, step_data(model, session, np.zeros(0, np.uint32), cached_len), wanted)
 
 
 def _realize(
@@ -195,30 +281,37 @@ def _realize(
     ids: NDArray[np.uint32],
     kv: KvCache,
     context: InferenceContext,
+    wanted: _Wanted[T],
     captured: bool,
-) -> NDArray[np.float32]:
+) -> T:
     data = step_data(model, session, ids, kv.cached_len)
     env = session.per_token_sym_env(kv.cached_len, ids.size)
-    stats = context.stats
-    if captured and _capture(session, stats) and session.capture is not None:
-        result = session.capture.replay_token(model.device, data, env)
+    stats, executable = context.stats, session.executable
+    read_before = executable.bytes_read
+    node = session.wanted_node(wanted.candidates)
+    if captured and _capture(session, node, stats) and session.capture is not None:
+        result = wanted.replay(session.capture, model.device, data, env)
         if session.seq == 1:
             stats.tokens_replayed += 1
         else:
             stats.prefill_replays += 1
         stats.one_off_recordings += session.capture.needs_one_off
-        return result
-    _count_recording(stats, session.seq)
-    return session.realize_token(model.device, data, env)
+    else:
+        _count_recording(stats, session.seq)
+        result = wanted.realize(session, model.device, data, env)
+    context.result_bytes_read += executable.bytes_read - read_before
+    return result
 
 
-def _capture(session: DecodeSession, stats: Stats) -> bool:
-    """Whether the session has a capture, made now if it can have one."""
+def _capture(session: DecodeSession, wanted: NodeId, stats: Stats) -> bool:
+    """Whether the session has a capture of the plan up to this node, made now if it can have one."""
     if session.capture is None:
         try:
-            session.capture = CapturedDecodeSession.capture(session)
+            session.capture = CapturedDecodeSession.capture(session, wanted)
         except CaptureRefusedError:
             return False
+        _count_recording(stats, session.seq)
+    elif session.capture.record(wanted):
         _count_recording(stats, session.seq)
     return True
 

@@ -39,7 +39,7 @@ class StepGraph:
     """A step's graph and the ids that a session binds.
 
     `logits` is the value wanted, `effects` the KV writes. `offset` exists only on the device-offset path, `mask` only
-    in the masked arm.
+    in the masked arm. `candidates` are lists of the highest logits, the shorter first; see `decode.candidates`.
     """
 
     graph: Graph
@@ -56,6 +56,7 @@ class StepGraph:
     cached_len_sym: SymId
     attended_len_sym: SymId
     token_count_sym: SymId
+    candidates: tuple[NodeId, ...] = ()
 
 
 class DecodeModel(Protocol):

@@ -125,6 +125,16 @@ class Recording:
                     operation = kp.OpTensorSyncDevice if isinstance(step, Upload) else kp.OpTensorSyncLocal
                     self._sequence.record(operation([_staged(storage).tensor for storage in step.storages]))
 
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The keys of the kernels that it runs, in order."""
+        return tuple(step.algorithm.kernel.key for step in self._steps if isinstance(step, Run))
+
+    @property
+    def synced(self) -> tuple[Storage, ...]:
+        """The storages whose host-visible twins it brings up to date."""
+        return tuple(storage for step in self._steps if isinstance(step, Sync) for storage in step.storages)
+
     def submit(self) -> None:
         """Run it and wait until it is done.
 

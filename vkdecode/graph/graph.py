@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -11,6 +12,7 @@ from vkdecode.graph.nodes import (
     AttentionAttrs,
     Attrs,
     DataAttrs,
+    GroupMaxAttrs,
     KvAttrs,
     KvWriteAttrs,
     LinearAttrs,
@@ -19,12 +21,15 @@ from vkdecode.graph.nodes import (
     NormAttrs,
     Op,
     RopeAttrs,
+    TopKAttrs,
     WeightSpec,
 )
 from vkdecode.graph.symbols import SymId
 from vkdecode.weights.dtypes import DType
 
 A = TypeVar("A")
+
+_GROUP_MAX_WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,25 @@ class Graph:
     def last_row(self, x: NodeId, token_count: NodeId) -> NodeId:
         """The row of the last real token, [1, features]."""
         return self.add_node(Op.LAST_ROW, (x, token_count), (1, self.node(x).shape[1]))
+
+    def group_max(self, x: NodeId) -> NodeId:
+        """The highest value of each group of x [1, columns]: what `top_k` of it starts from; see `GroupMaxAttrs`.
+
+        About as many groups as `top_k` then looks at values in 64 of them, since it reads both.
+        """
+        rows, columns = self.node(x).shape
+        if rows != 1:
+            raise InvalidInputError(f"the highest values of {rows} rows were asked for; it must be one")
+        attrs = GroupMaxAttrs(_GROUP_MAX_WIDTH, max(math.isqrt(columns // _GROUP_MAX_WIDTH), 1))
+        blocks = -(-columns // (attrs.width * attrs.length))
+        return self.add_node(Op.GROUP_MAX, (x,), (1, 2 * attrs.width * blocks), attrs, DType.U32)
+
+    def top_k(self, x: NodeId, groups: NodeId, k: int) -> NodeId:
+        """The k highest values of x [1, columns], whose GROUP_MAX is `groups`; see `TopKAttrs`."""
+        columns = self.node(x).shape[1]
+        if not 1 <= k <= min(columns, _GROUP_MAX_WIDTH):
+            raise InvalidInputError(f"the {k} highest of {columns} values cannot be taken; at most 64 and all of them")
+        return self.add_node(Op.TOP_K, (x, groups), (1, 2 * k), TopKAttrs(k), DType.U32)
 
     def attention(
         self,

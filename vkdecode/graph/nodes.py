@@ -33,6 +33,8 @@ class Op(enum.Enum):
     ATTENTION = "attention"
     KV_WRITE = "kv_write"  # effect: puts rows into a KV constant
     LAST_ROW = "last_row"
+    GROUP_MAX = "group_max"  # the highest value of each group of a row
+    TOP_K = "top_k"  # the highest values of a row, best first
     VIEW = "view"  # columns of another node, without a kernel
     CONCAT = "concat"  # columns of two nodes side by side
     CONTIGUIZE = "contiguize"  # a view's columns, copied together
@@ -160,6 +162,28 @@ class KvWriteAttrs:
 
 
 @dataclass(frozen=True)
+class GroupMaxAttrs:
+    """How a row is cut: blocks of `width` groups, each group `length` columns that are `width` apart.
+
+    Pairs of a sort key and a column come out, [1, 2 * groups], as unsigned words.
+    """
+
+    width: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TopKAttrs:
+    """How many values are wanted. Inputs: x [1, columns] and its GROUP_MAX.
+
+    Pairs of a column and the value's bits come out, best first, [1, 2 * k], as unsigned words; of equal values the
+    lower columns go first, and NaN goes before all.
+    """
+
+    k: int
+
+
+@dataclass(frozen=True)
 class ViewAttrs:
     """Columns `offset` to `offset + shape[1]` of the viewed node."""
 
@@ -182,6 +206,8 @@ Attrs = (
     | LinearAttrs
     | AttentionAttrs
     | KvWriteAttrs
+    | GroupMaxAttrs
+    | TopKAttrs
     | ViewAttrs
     | CopyAttrs
     | None

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.decode import (
+    Candidates,
     DecodeMode,
     KvCache,
     KvGeometry,
@@ -22,8 +23,10 @@ from vkdecode.decode import (
     StepOptions,
     forward_with_kv_context_persistent,
     make_shape_key,
+    most_candidates,
     new_model_instance_id,
     prepare,
+    top_candidates,
 )
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device, Lanes, open_device
@@ -181,9 +184,28 @@ class Model:
         """The same as `forward`, through the plans that the context holds; see `vkdecode.decode`."""
         return forward_with_kv_context_persistent(self, token_ids, kv, context, mode, logits)
 
-    def prepare(self, kv: KvCache, context: InferenceContext, prompt_tokens: int) -> None:
-        """Build the plans for a prompt of this many tokens and for decoding, so that the first token need not wait."""
-        prepare(self, kv, context, prompt_tokens)
+    @property
+    def most_candidates(self) -> int:
+        """The largest `count` of `top_candidates`."""
+        return most_candidates(self)
+
+    def top_candidates(
+        self,
+        token_ids: Sequence[int] | NDArray[np.integer],
+        kv: KvCache,
+        context: InferenceContext,
+        count: int,
+        mode: DecodeMode | None = None,
+    ) -> Candidates:
+        """The same step, of whose logits only the `count` highest are read; see `vkdecode.decode.top_candidates`."""
+        return top_candidates(self, token_ids, kv, context, count, mode)
+
+    def prepare(self, kv: KvCache, context: InferenceContext, prompt_tokens: int, candidates: int = 0) -> None:
+        """Build the plans for a prompt of this many tokens and for decoding, so that the first token need not wait.
+
+        `candidates` is the `count` that `top_candidates` will be called with, 0 where all logits will be read.
+        """
+        prepare(self, kv, context, prompt_tokens, candidates=candidates)
 
     def check_open(self) -> None:
         """Raise `ClosedError` where the model or its device was closed."""

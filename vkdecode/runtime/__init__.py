@@ -4,7 +4,7 @@ from vkdecode.runtime.context import InferenceContext, Prebuilt, Stats, optimize
 from vkdecode.runtime.executable import Executable, StorageCache
 from vkdecode.runtime.footprint import PlanFootprint, check_plan, footprint, weight_constants, weights_bytes
 from vkdecode.runtime.order import Hazard, OrderStep, plan_order
-from vkdecode.runtime.plan import Dispatch, Plan, buffer_of, check_topology, lower
+from vkdecode.runtime.plan import Dispatch, Plan, buffer_of, check_topology, lower, steps_for
 from vkdecode.runtime.weight_store import WeightStore
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "lower",
     "optimize_for",
     "plan_order",
+    "steps_for",
     "weight_constants",
     "weights_bytes",
 ]

@@ -83,6 +83,7 @@ class InferenceContext:
         self._work_per_submission = work_per_submission
         self.fusions = tuple(fusions)
         self.stats = Stats()
+        self.result_bytes_read = 0  # what the host has read of logits and candidates, over all steps
         self._decode_session: Any = None
         self._held: dict[Any, Closable] = {}
         self._closed = False

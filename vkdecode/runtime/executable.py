@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vkdecode.errors import DeviceLostError
 from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, Storage, StorageKind, Sync, Upload
 from vkdecode.graph import NodeId, SymEnv
-from vkdecode.runtime.plan import Dispatch, Plan
+from vkdecode.runtime.plan import Dispatch, Plan, steps_for
 from vkdecode.weights.dtypes import DType
 
 # A NaN that no arithmetic gives: quiet NaNs from a shader carry no such payload.
@@ -51,6 +51,9 @@ class Executable:
         plan: what runs.
         cache: storages of the plan's constants; read now, and again for the nodes named to `rebind`.
 
+    Attributes:
+        bytes_read: how many bytes of results were copied out of the host-visible twins so far.
+
     """
 
     def __init__(self, device: Device, plan: Plan, cache: StorageCache) -> None:
@@ -59,6 +62,7 @@ class Executable:
         self._constants = {node: cache[node] for node in plan.constants}
         self._slots: list[Storage] = []
         self._algorithms: list[Algorithm] = []
+        self.bytes_read = 0
         try:
             for size in plan.slot_bytes:
                 self._slots.append(device.allocate(size, DType.F32, StorageKind.STAGED))
@@ -99,13 +103,11 @@ class Executable:
         Leaving one out is right only where nothing that stays depends on it.
         """
         recordings = []
-        for steps in self.plan.order:
+        for steps in steps_for(self.plan, include):
             made: list[Step] = []
             for step in steps:
                 if step.kind == "run":
-                    dispatch = self.plan.dispatches[step.dispatch]
-                    if include(dispatch):
-                        made.append(self._run(step.dispatch, env))
+                    made.append(self._run(step.dispatch, env))
                 else:
                     storages = tuple(self.storage(node) for node in step.buffers)
                     made.append(Upload(storages) if step.kind == "upload" else Sync(storages))
@@ -118,33 +120,38 @@ class Executable:
         return Recording(self._device, [self._run(index, env) for index in chosen])
 
     def submit(self, recordings: Sequence[Recording]) -> None:
-        """Run recordings of this executable, the last of which copies the target to the host.
+        """Run recordings of this executable, the last of which copies the targets to the host.
 
-        Kompute does not report a lost device. So the target's host copy is marked before, and must have been written
+        Kompute does not report a lost device. So the targets' host copies are marked before, and must have been written
         over afterwards.
 
         Raises:
             DeviceLostError: it was not.
 
         """
-        marks = [self.storage(node).data.view(np.uint32)[:1] for node in self.plan.targets]
+        copied = {id(storage) for recording in recordings for storage in recording.synced}
+        targets = (self.storage(node) for node in self.plan.targets)
+        marks = [storage.data.view(np.uint32)[:1] for storage in targets if id(storage) in copied]
         for mark in marks:
             mark[:] = _UNWRITTEN
         for recording in recordings:
             recording.submit()
         if any(mark[0] == _UNWRITTEN for mark in marks):
+            kernels = [key for recording in recordings for key in recording.kernels]
             raise DeviceLostError(
-                f"device {self._device.info} did not finish a submission of {len(self.plan.dispatches)} dispatches, "
-                f"the last of them '{self.plan.dispatches[-1].kernel.key}'; close the device and open a new one"
+                f"device {self._device.info} did not finish a submission of {len(kernels)} dispatches, the last of "
+                f"them '{kernels[-1]}'; close the device and open a new one"
             )
 
-    def read(self, node: NodeId) -> NDArray[np.float32]:
-        """A copy of a target's values, flat, after a submission.
+    def read(self, node: NodeId, most: int | None = None) -> NDArray[np.float32]:
+        """A copy of a target's values, or of the first `most` of them, flat, after a submission.
 
         A storage is rounded up to 16 bytes; what is behind the values is left out.
         """
         count = self.plan.slot_bytes[self.plan.slots[node]] // 4
-        return np.array(self.storage(node).data[:count], np.float32)
+        values = np.array(self.storage(node).data[: count if most is None else min(most, count)], np.float32)
+        self.bytes_read += values.nbytes
+        return values
 
     def close(self) -> None:
         """Give the activations back and let go of the constants."""

@@ -13,6 +13,7 @@ from vkdecode.gpu import Kernel, Lanes, registry
 from vkdecode.graph import (
     AttentionAttrs,
     Graph,
+    GroupMaxAttrs,
     KvWriteAttrs,
     LinearAttrs,
     Node,
@@ -21,6 +22,7 @@ from vkdecode.graph import (
     Op,
     RopeAttrs,
     SymId,
+    TopKAttrs,
     ViewAttrs,
     WeightSpec,
 )
@@ -261,6 +263,29 @@ def _kv_write(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     return Choice(kernel, (x, cache, *offset), constants, workgroups, push)
 
 
+def _group_max(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    attrs, columns = graph.attrs(node.id, GroupMaxAttrs), graph.node(node.inputs[0]).shape[1]
+    constants = {"WORKGROUP": attrs.width, "COLUMNS": columns, "LENGTH": attrs.length}
+    blocks = node.shape[1] // (2 * attrs.width)
+    return Choice(registry().get("group_max"), (*node.inputs, node.id), constants, (blocks, 1, 1), {})
+
+
+def _top_k(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    x, groups = node.inputs
+    k, cut = graph.attrs(node.id, TopKAttrs).k, graph.attrs(groups, GroupMaxAttrs)
+    workgroup = lanes.tile if lanes.form == "subgroup" else lanes.workgroup
+    constants = {
+        "WORKGROUP": workgroup,
+        "COLUMNS": graph.node(x).shape[1],
+        "GROUPS": graph.node(groups).shape[1] // 2,
+        "K": k,
+        "LISTED": max(4 * k, workgroup),
+        "BLOCK": cut.width,
+        "LENGTH": cut.length,
+    }
+    return Choice(registry().get("top_k", LANES=lanes.form), (x, groups, node.id), constants, (1, 1, 1), {})
+
+
 _CHOICES: dict[Op, Callable[[Graph, Node, Lanes], Choice]] = {
     Op.LINEAR: _linear,
     Op.EMBED: _embed,
@@ -274,6 +299,8 @@ _CHOICES: dict[Op, Callable[[Graph, Node, Lanes], Choice]] = {
     Op.SILU: _elementwise,
     Op.GELU_TANH: _elementwise,
     Op.LAST_ROW: _last_row,
+    Op.GROUP_MAX: _group_max,
+    Op.TOP_K: _top_k,
     Op.ATTENTION: _attention,
     Op.KV_WRITE: _kv_write,
 }

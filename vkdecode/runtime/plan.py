@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from vkdecode.errors import TopologyChanged
 from vkdecode.gpu import Kernel, Lanes
@@ -72,6 +72,26 @@ class Plan:
     slot_bytes: tuple[int, ...]
     constants: tuple[NodeId, ...]
     targets: tuple[NodeId, ...]
+
+
+def steps_for(plan: Plan, include: Callable[[Dispatch], bool]) -> tuple[tuple[OrderStep, ...], ...]:
+    """The steps of each segment for a recording of only some dispatches: what only the others write is not synced.
+
+    Leaving one out is right only where nothing that stays depends on it.
+    """
+    kept = [include(dispatch) for dispatch in plan.dispatches]
+    unwritten = {
+        one for dispatch, stays in zip(plan.dispatches, kept, strict=True) if not stays for one in dispatch.writes
+    }
+    order = []
+    for steps in plan.order:
+        made: list[OrderStep] = []
+        for step in steps:
+            buffers = tuple(one for one in step.buffers if step.kind != "sync" or one not in unwritten)
+            if kept[step.dispatch] if step.kind == "run" else buffers:
+                made.append(replace(step, buffers=buffers))
+        order.append(tuple(made))
+    return tuple(order)
 
 
 def check_topology(graph: Graph, optimized: OptimizedGraph) -> None:
