@@ -123,7 +123,8 @@ def test_without_fusions_the_result_is_the_same_within_rounding(
     with InferenceContext(device, fusions=()) as context:
         plain = prompt_and_decode(model, name, mode, context, tokens=4)
         session = context.take_decode_session()
-        assert len(session.executable.plan.dispatches) == 18 * model.config.num_hidden_layers + 3
+        # And three behind the head, for candidates.
+        assert len(session.executable.plan.dispatches) == 18 * model.config.num_hidden_layers + 3 + 3
         session.close()
     check_reference(name, *plain)
     assert max(furthest(*pair) for pair in zip(plain, fused, strict=True)) <= ROUNDING
