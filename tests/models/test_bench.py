@@ -227,7 +227,7 @@ def test_a_run_leaves_a_given_device_as_it_was(device: Device) -> None:
 def test_decode_steps_run_at_their_context_lengths(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = BenchOptions(contexts=(3, 20), prefills=(4,), tokens=2).within(128)
     lengths: list[int] = []
-    step = Model.forward_with_kv_context_persistent
+    step = Model.top_candidates
 
     def noted(model: Model, ids: Sequence[int], kv: KvCache, *rest: Any) -> Any:
         lengths.append(kv.cached_len)
@@ -235,7 +235,7 @@ def test_decode_steps_run_at_their_context_lengths(llama: Model, monkeypatch: py
 
     with closing(llama.new_kv_cache(plan.rows)) as kv, InferenceContext(llama.device) as context:
         fill(llama, kv, context, 20)
-        monkeypatch.setattr(Model, "forward_with_kv_context_persistent", noted)
+        monkeypatch.setattr(Model, "top_candidates", noted)
         speeds = decode_speeds(llama, kv, context, plan)
     assert lengths == [3, 20] * 3
     assert [(one.context, one.calls) for one in speeds] == [(3, 2), (20, 2)]

@@ -112,7 +112,7 @@ def _measure_loop(
 
     def plans() -> None:
         held.extend((model.new_kv_cache(plan.rows), InferenceContext(model.device)))
-        model.prepare(held[0], held[1], plan.prefills[0])
+        model.prepare(held[0], held[1], plan.prefills[0], candidates=1)
 
     status("building plans")
     plans_seconds = timed(plans)
