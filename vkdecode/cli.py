@@ -1,4 +1,4 @@
-"""The `vkdecode` command: devices, generate, chat, bench, doctor, convert.
+"""The `vkdecode` command: devices, info, generate, chat, bench, doctor, convert.
 
 Heavy imports wait until a command needs them, so that `vkdecode --help` is quick and works without a Vulkan loader.
 Exit codes: 0 done, 1 an error that the message explains, 2 wrong usage, 70 a fault of this program, 130 Ctrl-C.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vkdecode.errors import DeviceError, InvalidInputError, VkDecodeError
+from vkdecode.info import info as info_command
 from vkdecode.options import (
     DeviceOption,
     MaxSeqLenOption,
@@ -95,6 +96,9 @@ def devices(
         )
     # A table cut to 80 columns is of no use to a pipe.
     Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+app.command("info")(info_command)
 
 
 @app.command()

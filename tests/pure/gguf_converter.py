@@ -119,8 +119,29 @@ def converted(folder: Path) -> tuple[str, dict[str, Any], Converted]:
     for name, array in stacked(tensors).items():
         changed.update(change(name, array, config))
     prefixed = {f"{arch}.{key}": value for key, value in {**base_meta(config), **meta(config)}.items()}
+    extra = rope_factors(config)
     wanted = {key: value for key, value in prefixed.items() if value is not None}
-    return arch, wanted, {gguf_name(name, names): array for name, array in changed.items()}
+    return arch, wanted, {**{gguf_name(name, names): array for name, array in changed.items()}, **extra}
+
+
+def rope_factors(config: Config) -> Converted:
+    """LlamaModel.generate_extra_tensors: what llama3 scaling divides each frequency by."""
+    rope: Config = config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return {}
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    factors = []
+    for pair in range(size // 2):
+        wavelength = 2 * np.pi * rope["rope_theta"] ** (2 * pair / size)
+        smooth = (original / wavelength - low) / (high - low)
+        if wavelength < original / high:
+            factors.append(1.0)
+        elif wavelength > original / low:
+            factors.append(rope["factor"])
+        else:
+            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return {"rope_freqs.weight": np.array(factors, np.float32)}
 
 
 def gguf_name(name: str, names: Mapping[str, str]) -> str:

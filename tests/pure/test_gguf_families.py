@@ -14,7 +14,7 @@ from gguf_converter import FAMILIES as CONVERTERS
 from gguf_converter import converted
 from hypothesis import given
 from hypothesis import strategies as st
-from model_files import LLAMA_META, TINY, convert_tiny, write_gguf
+from model_files import TINY, convert_tiny, write_gguf
 from numpy.typing import NDArray
 
 from vkdecode.errors import ModelFileError, UnsupportedModelError
@@ -142,25 +142,9 @@ def test_rope_turns_alike(files: dict[str, GgufFile], name: str) -> None:
     head_dim = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
     kinds = set(theirs["layer_types"]) if "gemma3" in name else {None}
     for kind in kinds:
-        if theirs["rope_parameters"].get("rope_type") == "llama3":
-            continue  # converters turn it into factors; see test_llama3_scaling_becomes_factors
         one, other = (rope_from_config(config, head_dim, layer_type=kind) for config in (ours, theirs))
         np.testing.assert_allclose(one.inv_freq, other.inv_freq, rtol=1e-6)
         assert one.attention_factor == pytest.approx(other.attention_factor)
-
-
-def test_llama3_scaling_becomes_factors(tmp_path: Path) -> None:
-    """The converter writes the divisors of the frequencies, so made here from the folder's own."""
-    theirs = rope_from_config(open_weights(TINY / "llama-rope-llama3").config, 16)
-    divisors = (500000.0 ** (-np.arange(0, 16, 2) / 16) / theirs.inv_freq).astype(np.float32)
-    assert divisors.max() > 2
-    meta = {"llama.rope.freq_base": 500000.0, "llama.rope.dimension_count": 16}
-    path = write_gguf(
-        tmp_path / "m.gguf",
-        {**LLAMA_META, **meta},
-        {"token_embd.weight": np.ones((8, 64), np.float32), "rope_freqs.weight": divisors},
-    )
-    np.testing.assert_allclose(rope_from_config(opened(path).config, 16).inv_freq, theirs.inv_freq, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -175,7 +159,7 @@ def test_names_lead_back(files: dict[str, GgufFile], name: str) -> None:
         assert set(names) <= stored, tensor
         assert (place is not None) == ("experts." in tensor and "gpt_oss" not in name)
         found.update(names)
-    assert found == stored
+    assert found == stored - {"rope_freqs.weight"}
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.extra"):
         gguf_name(family, "model.layers.0.extra.weight")
 

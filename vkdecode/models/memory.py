@@ -74,8 +74,10 @@ class LoadPlan:
     most_tokens_of_all_logits: int
 
 
-def plan_load(model: DecodeModel) -> LoadPlan:
+def plan_load(model: DecodeModel, check: bool = True) -> LoadPlan:
     """Plan the decode step and the smallest chunk of a prompt, and check both and their memory against the device.
+
+    Without `check` it only plans, so that there are numbers for a device that is too small.
 
     Raises:
         DeviceError: a limit of the device does not allow them; it is named with both numbers.
@@ -87,11 +89,13 @@ def plan_load(model: DecodeModel) -> LoadPlan:
     most = buffer // (4 * _widest_activation(model, geometry))
     most_all = min(most, buffer // (4 * model.vocab_size))
     sizes = (1, CHUNK_SIZES[0]) if most >= CHUNK_SIZES[0] else (1,)
-    made = [_checked_plan(model, _options(model, seq, "last"), geometry) for seq in sizes]
+    plan_one = _checked_plan if check else plan_step
+    made = [plan_one(model, _options(model, seq, "last"), geometry) for seq in sizes]
     weights = tuple(dict.fromkeys(spec for one in made for spec in weight_constants(*one)))
     plans = sum((footprint(*one) for one in made), PlanFootprint())
-    _check_memory(device, model.lanes, weights, kv_bytes(geometry), plans.total)
-    _check_allocations(device, len(weights) + 2 * geometry.num_layers + plans.allocations)
+    if check:
+        _check_memory(device, model.lanes, weights, kv_bytes(geometry), plans.total)
+        _check_allocations(device, len(weights) + 2 * geometry.num_layers + plans.allocations)
     return LoadPlan(weights, most, most_all)
 
 

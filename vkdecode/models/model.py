@@ -57,7 +57,9 @@ class Model:
         dtype: DType | None = None,
         progress: Progress | None = None,
         open_source: OpenSource | None = None,
+        load: bool = True,
     ) -> None:
+        """Plan a model and put its weights on the device; without `load` it stays a plan, which can only be asked."""
         model_type, self._architecture = architecture_of(source.config)
         self.path: Path = source.path
         self.config: DecoderConfig = self._architecture.parse_config(source.config)
@@ -77,8 +79,10 @@ class Model:
         self.weight_store = WeightStore(device, device.lanes, open_source or partial(open_weights, source.path))
         self._owns_device = False
         self._closed = False
-        self._plan = plan_load(self)
-        self.weight_store.load(self._plan.weights, progress)
+        self._loaded = load
+        self._plan = plan_load(self, check=load)
+        if load:
+            self.weight_store.load(self._plan.weights, progress)
 
     @property
     def lanes(self) -> Lanes:
@@ -208,7 +212,9 @@ class Model:
         prepare(self, kv, context, prompt_tokens, candidates=candidates)
 
     def check_open(self) -> None:
-        """Raise `ClosedError` where the model or its device was closed."""
+        """Raise `ClosedError` where the model or its device was closed, or its weights were never loaded."""
+        if not self._loaded:
+            raise ClosedError(f"the model {self.path.name} was only planned, so it cannot run; load it")
         if self._closed or self.device.closed:
             raise ClosedError(f"the model {self.path.name} was closed, or its device was; load it again")
 

@@ -1,0 +1,60 @@
+"""GGUF files of every family that runs give the logits of the folders that they were made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from model_files import TINY, convert_tiny
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+from stepping import Logits, furthest
+
+from vkdecode.gpu import Device
+from vkdecode.loading import load
+from vkdecode.models import ARCHITECTURES
+from vkdecode.weights import WeightSource, open_weights
+from vkdecode.weights.blocks import decode_rows, ggml_type
+
+
+def runnable() -> Iterator[str]:
+    for folder in sorted(TINY.iterdir()):
+        if json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"] in ARCHITECTURES:
+            yield folder.name
+
+
+def all_logits(path: Path, name: str, device: Device, weights: str | None = None) -> Logits:
+    tokens = [token for part in ("input_ids", "decode_ids") for token in np.load(TINY / name / "expected.npz")[part]]
+    with load(path, device=device, weights=weights) as model, closing(model.new_kv_cache(len(tokens))) as kv:
+        return model.forward(tokens, kv, "all")
+
+
+def values(source: WeightSource, name: str) -> NDArray[np.float32]:
+    info, read = source.info(name), source.read(name)
+    if info.dtype.is_block:
+        flat = read.reshape(-1, read.shape[-1])
+        read = decode_rows(flat, ggml_type(info.dtype), info.dtype.block_bytes).reshape(info.shape)
+    return np.ascontiguousarray(read, np.float32)
+
+
+@pytest.mark.parametrize("name", list(runnable()))
+def test_a_file_of_plain_numbers_gives_the_reference_logits(tmp_path: Path, device: Device, name: str) -> None:
+    expected = np.load(TINY / name / "expected.npz")
+    logits = np.concatenate([expected["logits"], expected["decode_logits"]])
+    found = all_logits(convert_tiny(tmp_path / "m.gguf", TINY / name), name, device)
+    assert furthest(found, logits) <= 2e-3
+
+
+@pytest.mark.parametrize("name", list(runnable()))
+def test_a_file_of_blocks_gives_the_logits_of_its_values(tmp_path: Path, device: Device, name: str) -> None:
+    path = convert_tiny(tmp_path / "m.gguf", TINY / name, "Q8_0")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with closing(open_weights(path)) as source:
+        save_file({tensor: values(source, tensor) for tensor in source.names()}, folder / "model.safetensors")
+    (folder / "config.json").write_text((TINY / name / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
+    assert furthest(all_logits(path, name, device), all_logits(folder, name, device)) <= 2e-2
