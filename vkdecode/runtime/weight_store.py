@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.errors import ClosedError, ConfigError, OutOfDeviceMemoryError
+from vkdecode.errors import ClosedError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Lanes, Storage, Uploader
 from vkdecode.graph import WeightSpec
 from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, row_slots, weight_bytes
 from vkdecode.weights import DType, WeightSource
-from vkdecode.weights.blocks import decode_rows, encode_rows, ggml_type
+from vkdecode.weights.recode import recode_rows
 
 Progress = Callable[[int, int], None]
 _PIECE_BYTES = 8 << 20
@@ -128,23 +128,6 @@ def _gather(source: WeightSource, spec: WeightSpec, slots: NDArray[np.int64]) ->
             rows = slots[here] - start
             consecutive = rows[-1] - rows[0] + 1 == rows.size and bool((np.diff(rows) == 1).all())
             values = source.read(name, slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows)
-            out[here] = _convert(values.reshape(rows.size, -1), source.info(name).dtype, dtype, name)
+            out[here] = recode_rows(values.reshape(rows.size, -1), source.info(name).dtype, dtype, name)
         start += count
     return out
-
-
-def _convert(values: NDArray[np.generic], stored: DType, held: DType, name: str) -> NDArray[np.generic]:
-    """Rows of one type as rows of another; raises `ConfigError` where that would lose a value's size."""
-    if stored is held:
-        return values
-    if stored.is_block:
-        values = decode_rows(values.view(np.uint8), ggml_type(stored), stored.block_bytes)
-    if held.is_block:
-        return encode_rows(values, held, name)
-    with np.errstate(over="ignore"):
-        converted = values.astype(held.numpy)
-    if not np.isfinite(converted.astype(np.float32)).all() and np.isfinite(values.astype(np.float32)).all():
-        raise ConfigError(
-            f"tensor {name} holds values beyond the range of {held.value}; load it with weights='bf16' or 'f32'"
-        )
-    return converted
