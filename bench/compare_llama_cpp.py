@@ -275,12 +275,14 @@ def main(
     llama_model: Annotated[
         str | None, typer.Option(help="Another .gguf file for llama.cpp, such as the same weights at 16 bits.")
     ] = None,
-    weights: Annotated[str | None, typer.Option(help="Our side holds weights so. [default: as stored]")] = None,
+    weights: Annotated[str | None, typer.Option(help="Our side holds weights so; as stored if not given.")] = None,
     device: Annotated[str | None, typer.Option("--device", "-d", help="As for vkdecode; both use it.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Alternating rounds.")] = 3,
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Decode passes of a round.")] = 32,
     prefill: Annotated[int, typer.Option(min=2, help="Tokens of the prompt whose pass is timed.")] = 256,
-    server: Annotated[str | None, typer.Option(help=f"The server. [default: {SERVER}]")] = None,
+    server: Annotated[
+        str | None, typer.Option(help=f"The server; if not given, {SERVER} beside this Python or on PATH.")
+    ] = None,
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write JSON to a file; - to standard output, alone.")
     ] = None,

@@ -203,7 +203,7 @@ def chat(
 @app.command()
 def bench(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="A Hugging Face model folder or a .gguf file.")
+        str | None, typer.Argument(metavar="MODEL", help="A Hugging Face model folder or a .gguf file.")
     ] = None,
     synthetic: Annotated[
         str | None,
@@ -211,7 +211,7 @@ def bench(
             "--synthetic",
             metavar="CONFIG",
             help="Instead of MODEL: random weights for a config.json, a folder with one, or a built-in shape such as "
-            "llama-3.2-1b; --weights says in which type, any that files can hold.  [default type: f16]",
+            "llama-3.2-1b; --weights names any type that files hold. [default type: f16]",
         ),
     ] = None,
     context: Annotated[
