@@ -57,4 +57,6 @@ def test_a_file_of_blocks_gives_the_logits_of_its_values(tmp_path: Path, device:
     with closing(open_weights(path)) as source:
         save_file({tensor: values(source, tensor) for tensor in source.names()}, folder / "model.safetensors")
     (folder / "config.json").write_text((TINY / name / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
-    assert furthest(all_logits(path, name, device), all_logits(folder, name, device)) <= 2e-2
+    found = all_logits(path, name, device)
+    # Blocks may be held as they are or as f16.
+    assert min(furthest(found, all_logits(folder, name, device, weights)) for weights in ("f16", "f32")) <= 2e-3
