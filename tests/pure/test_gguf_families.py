@@ -198,6 +198,8 @@ def changed(path: Path, name: str, meta: dict[str, Any] | None = None, tensors: 
         ("phi", {"phi2.attention.key_length": 32}, "heads of size 32"),
         ("qwen2_moe", {"qwen2moe.expert_group_count": 2}, "expert_group_count"),
         ("llama", {"llama.attention.causal": False}, "both directions"),
+        ("mixtral", {"llama.expert_gating_func": 2}, "expert_gating_func 2"),
+        ("gpt_oss", {"gpt-oss.expert_gating_func": 1}, "expert_gating_func 1"),
         ("cohere", {"command-r.attention.clamp_kqv": 8.0}, "clamp_kqv"),
     ],
 )
@@ -316,6 +318,12 @@ def test_gpt_oss_yarn_does_not_round(tmp_path: Path) -> None:
         "original_max_position_embeddings": 4096,
         "truncate": False,
     }
+
+
+def test_routers_may_be_named(tmp_path: Path) -> None:
+    assert (
+        opened(changed(tmp_path / "m.gguf", "qwen3_moe", {"qwen3moe.expert_gating_func": 1})).config["num_experts"] == 4
+    )
 
 
 def test_llama_files_are_told_apart(tmp_path: Path, files: dict[str, GgufFile]) -> None:

@@ -42,6 +42,15 @@ def common(contents: GgufContents, partial: Partial, architecture: str) -> Confi
     }
 
 
+def check_gating(contents: GgufContents, expected: int) -> None:
+    """Refuse routers that weigh experts otherwise than the family does; 1 is softmax, 3 softmax of the chosen ones."""
+    given = contents.meta.integer("expert_gating_func", expected)
+    if given != expected:
+        raise UnsupportedModelError(
+            f"{contents.meta.where} has expert_gating_func {given}, which is not supported; {expected} is"
+        )
+
+
 def _biases(contents: GgufContents) -> Config:
     return {
         "attention_bias": contents.has_module("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_output.bias"),
@@ -61,6 +70,7 @@ def _mistral(contents: GgufContents, partial: Partial) -> Config:
 
 
 def _mixtral(contents: GgufContents, partial: Partial) -> Config:
+    check_gating(contents, expected=1)
     window = contents.meta.integer(_WINDOW) if contents.meta.is_set(_WINDOW) else None
     return {**common(contents, partial, "MixtralForCausalLM"), "sliding_window": window}
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vkdecode.weights.families.gemma import layer_types
-from vkdecode.weights.families.llama_like import common
+from vkdecode.weights.families.llama_like import check_gating, common
 from vkdecode.weights.families.rope import ROPE_TENSORS
 from vkdecode.weights.families.table import (
     LLAMA_TENSORS,
@@ -42,6 +42,7 @@ _QWEN_KEYS = (
 
 def _qwen(contents: GgufContents, partial: Mapping[str, Any], architecture: str, normalizes: bool) -> dict[str, Any]:
     """Every layer has experts; whether the chosen weights are made to sum to 1 files rarely say."""
+    check_gating(contents, expected=1)
     return {
         **common(contents, partial, architecture),
         "norm_topk_prob": contents.meta.flag("expert_weights_norm", normalizes),
@@ -67,6 +68,7 @@ def _qwen3_moe(contents: GgufContents, partial: Mapping[str, Any]) -> dict[str, 
 
 def _gpt_oss(contents: GgufContents, partial: Mapping[str, Any]) -> dict[str, Any]:
     """The clamp of its activation, and YaRN's corners without rounding, are the released models'; files have no key."""
+    check_gating(contents, expected=3)
     config = common(contents, partial, "GptOssForCausalLM")
     if config.get("rope_scaling", {}).get("rope_type") == "yarn":
         config["rope_scaling"]["truncate"] = False
