@@ -10,10 +10,13 @@
 //
 // ARM_BOUNDED reads the cached rows below attended_len - STEP_TOKENS. ARM_MASKED reads all MAX_SEQ rows and leaves out those
 // whose mask value is negative. With WRITE the rows are also put into the cache at cached_len (the fused KV write).
+// With a WINDOW a token sees itself and the WINDOW - 1 positions before it, and rows that no token of the workgroup sees are not
+// visited. The masked arm then takes the mask for the rows' ages: how many positions each lies before the step's first token.
 // A workgroup serves QUERY_HEADS heads of one kv head and QUERY_TOKENS tokens; their product is QUERIES.
 #extension GL_GOOGLE_include_directive : require
 #include "lanes.glsl"
 #include "kv_cache.glsl"
+#include "activations.glsl"
 
 layout(constant_id = 1) const uint KV_HEADS = 1;
 layout(constant_id = 2) const uint GROUP = 1;          // query heads per kv head
@@ -28,6 +31,9 @@ layout(constant_id = 10) const uint K_OFFSET = 0;
 layout(constant_id = 11) const uint K_STRIDE = 1;
 layout(constant_id = 12) const uint V_OFFSET = 0;
 layout(constant_id = 13) const uint V_STRIDE = 1;
+layout(constant_id = 14) const uint WINDOW = 0;        // positions that a token sees, its own included; 0 for all
+layout(constant_id = 15) const uint CAP_BITS = 0;      // float bits of c where scores become c tanh(score / c); 0 for no cap
+layout(constant_id = 16) const uint HAS_SINKS = 0;
 
 layout(std430, binding = 0) readonly buffer Q { vec4 q[]; };
 layout(std430, binding = 1) readonly buffer K { vec4 k[]; };
@@ -41,14 +47,15 @@ layout(std430, binding = 4) readonly buffer CacheV { KV_WORD cache_v[]; };
 #endif
 layout(std430, binding = 5) writeonly buffer Y { vec4 y[]; };
 layout(std430, binding = 6) readonly buffer TokenCount { uint token_count[]; };
+layout(std430, binding = 7) readonly buffer Sinks { float sinks[]; };  // for each head the score of a row without a value
 #ifdef ARM_MASKED
-layout(std430, binding = 7) readonly buffer Mask { float mask[]; };
+layout(std430, binding = 8) readonly buffer Mask { float mask[]; };
 #endif
 #ifdef OFFSET_BUFFER
 #ifdef ARM_MASKED
-layout(std430, binding = 8) readonly buffer Offset { uint offset[]; };  // cached_len, attended_len
+layout(std430, binding = 9) readonly buffer Offset { uint offset[]; };  // cached_len, attended_len
 #else
-layout(std430, binding = 7) readonly buffer Offset { uint offset[]; };
+layout(std430, binding = 8) readonly buffer Offset { uint offset[]; };
 #endif
 #elif defined(ARM_BOUNDED)
 layout(push_constant) uniform Push {
@@ -90,6 +97,27 @@ uint query_word(uint i) {
     return query_token(i) * Q_STRIDE + Q_OFFSET + query_head(i) * ROW_WORDS;
 }
 
+// Rows before the step's first token.
+uint cached_len() {
+#ifdef ARM_MASKED
+    return uint(max(mask[0], 0.0));
+#elif defined(OFFSET_BUFFER)
+    return offset[1] - STEP_TOKENS;
+#else
+    return attended_len - STEP_TOKENS;
+#endif
+}
+
+// The first of the positions that a token sees; both count from the same row.
+uint first_visible(uint token_position) {
+    return WINDOW == 0 || token_position < WINDOW ? 0 : token_position + 1 - WINDOW;
+}
+
+float finished(float score) {
+    score *= uintBitsToFloat(SCALE_BITS);
+    return CAP_BITS == 0 ? score : softcap(score, uintBitsToFloat(CAP_BITS));
+}
+
 vec4 load_k(bool cached, uint kv_head, uint position, uint word) {
     if (cached) return KV_LOAD(cache_k[(kv_head * MAX_SEQ + position) * ROW_WORDS + word]);
     return k[position * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word];
@@ -122,8 +150,8 @@ void score_block(bool cached, uint kv_head, uint position, out float score[QUERI
 #endif
 }
 
-// Folds positions first .. first + count (count <= WORKGROUP) into the running softmax.
-void fold_block(bool cached, uint kv_head, uint first, uint count, inout Running state) {
+// Folds positions first .. first + count (count <= WORKGROUP) into the running softmax; the step's first token is at `start`.
+void fold_block(bool cached, uint kv_head, uint start, uint first, uint count, inout Running state) {
     bool inside = LANE < count;
     uint position = first + min(LANE, count - 1);
     float score[QUERIES];
@@ -135,7 +163,8 @@ void fold_block(bool cached, uint kv_head, uint first, uint count, inout Running
         if (cached) visible = visible && mask[position] >= 0.0;
 #endif
         if (!cached) visible = visible && position <= query_token(i);
-        float scaled = visible ? score[i] * uintBitsToFloat(SCALE_BITS) : MASKED;
+        if (WINDOW != 0) visible = visible && position >= first_visible(start + query_token(i));
+        float scaled = visible ? finished(score[i]) : MASKED;
         float highest = max(state.highest[i], lane_max(scaled));
         float keep = exp(state.highest[i] - highest);
         weights[i] = visible ? exp(scaled - highest) : 0.0;
@@ -182,9 +211,11 @@ void fold_block(bool cached, uint kv_head, uint first, uint count, inout Running
 #endif
 }
 
-void fold_range(bool cached, uint kv_head, uint count, inout Running state) {
-    [[dont_unroll]] for (uint first = 0; first < count; first += WORKGROUP) {
-        fold_block(cached, kv_head, first, min(count - first, WORKGROUP), state);
+// Folds positions below `end`, but for those that even the first token of the workgroup does not see.
+void fold_range(bool cached, uint kv_head, uint start, uint end, inout Running state) {
+    uint first = first_visible(start + gl_WorkGroupID.y * QUERY_TOKENS);
+    [[dont_unroll]] for (; first < end; first += WORKGROUP) {
+        fold_block(cached, kv_head, start, first, min(end - first, WORKGROUP), state);
     }
 }
 
@@ -197,7 +228,7 @@ void fold_own_row(uint kv_head, inout Running state) {
         [[dont_unroll]] for (uint word = LANE; word < ROW_WORDS; word += WORKGROUP) {
             share += dot(q[query_word(i) + word], k[k_row + word]);
         }
-        float scaled = lane_sum(share) * uintBitsToFloat(SCALE_BITS);
+        float scaled = finished(lane_sum(share));
         float highest = max(state.highest[i], scaled);
         float keep = exp(state.highest[i] - highest);
         float weight_own = exp(scaled - highest);
@@ -224,22 +255,22 @@ void main() {
 #endif
 #ifdef ARM_MASKED
     uint cached_rows = MAX_SEQ;
-#elif defined(OFFSET_BUFFER)
-    uint cached_rows = min(offset[1] - STEP_TOKENS, MAX_SEQ);
+    uint start = WINDOW == 0 ? 0 : cached_len();
 #else
-    uint cached_rows = min(attended_len - STEP_TOKENS, MAX_SEQ);
+    uint start = cached_len();
+    uint cached_rows = min(start, MAX_SEQ);
 #endif
     Running state;
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
-        state.highest[i] = MASKED;
-        state.total[i] = 0.0;
+        state.highest[i] = HAS_SINKS != 0 ? sinks[query_head(i)] : MASKED;
+        state.total[i] = HAS_SINKS != 0 && LANE == 0 ? 1.0 : 0.0;
         [[unroll]] for (uint w = 0; w < WORDS; ++w) state.value[i * WORDS + w] = vec4(0.0);
     }
-    fold_range(true, kv_head, cached_rows, state);
+    fold_range(true, kv_head, start, cached_rows, state);
     if (STEP_TOKENS == 1) {
         fold_own_row(kv_head, state);
     } else {
-        fold_range(false, kv_head, min(first_token + QUERY_TOKENS, tokens), state);
+        fold_range(false, kv_head, 0, min(first_token + QUERY_TOKENS, tokens), state);
     }
 
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {

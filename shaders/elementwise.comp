@@ -1,12 +1,15 @@
 #version 450
-//! variants OP=add,mul,silu,gelu_tanh
-// y = a + b, y = a * b, or an activation of a, value by value.
+//! variants OP=add,mul,silu,gelu,gelu_tanh,scale,softcap
+// y = a + b, y = a * b, an activation of a, a times a constant, or a softly capped by one, value by value.
 #extension GL_GOOGLE_include_directive : require
 #include "activations.glsl"
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 0) const uint WORKGROUP = 32;
 layout(constant_id = 1) const uint COUNT = 1;
+#if defined(OP_SCALE) || defined(OP_SOFTCAP)
+layout(constant_id = 2) const uint FACTOR_BITS = 0;  // float bits of the constant
+#endif
 
 layout(std430, binding = 0) readonly buffer A { float a[]; };
 layout(std430, binding = 1) writeonly buffer Y { float y[]; };
@@ -25,6 +28,15 @@ void main() {
 #endif
 #ifdef OP_GELU_TANH
     y[i] = gelu_tanh(a[i]);
+#endif
+#ifdef OP_GELU
+    y[i] = gelu(a[i]);
+#endif
+#ifdef OP_SCALE
+    y[i] = a[i] * uintBitsToFloat(FACTOR_BITS);
+#endif
+#ifdef OP_SOFTCAP
+    y[i] = softcap(a[i], uintBitsToFloat(FACTOR_BITS));
 #endif
 #ifdef OP_SILU
     y[i] = silu(a[i]);

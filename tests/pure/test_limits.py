@@ -23,7 +23,7 @@ from vkdecode.weights import DType
 PATHS = (("device", "bounded"), ("device", "masked"), ("symenv", "masked"), ("symenv", "bounded"))
 PLANNABLE = {name: value for name, value in SMALLEST.items() if name != "max_storage_buffers_per_stage"}
 SOURCES: dict[str, Callable[[], MadeUpSource]] = {"llama": llama_8b, "phi": phi_2}
-MOST_BINDINGS = 9
+MOST_BINDINGS = 10
 
 
 def small_llama(**config: Any) -> MadeUpSource:
@@ -107,7 +107,7 @@ def test_four_bindings_are_refused_by_name_with_both_numbers(
         planned_model(monkeypatch, info, SOURCES[name]())
 
 
-def test_nine_bindings_are_enough_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_bindings_are_enough_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     info = gpu(max_storage_buffers_per_stage=MOST_BINDINGS)
     check_keeps(planned_model(monkeypatch, info, small_llama()), info)
 

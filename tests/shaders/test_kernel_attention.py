@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,9 @@ class Shape:
     workgroup: int
     fused: bool
     scale: float
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
 
     @property
     def heads(self) -> int:
@@ -128,6 +131,9 @@ class Problem:
             "STEP_TOKENS": shape.room,
             "QUERY_HEADS": shape.query_heads,
             "SCALE_BITS": bits(shape.scale),
+            "WINDOW": shape.window,
+            "CAP_BITS": bits(shape.cap),
+            "HAS_SINKS": int(shape.sinks),
         }
         widths = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
         # With four columns of nobody before q and after v where one storage holds all three.
@@ -158,8 +164,10 @@ class Problem:
         dtype = KV_DTYPES[self.axes["KV"]]
         self.cached_k = normal(self.rng, shape.kv_heads, held, shape.head_dim).astype(dtype)
         self.cached_v = normal(self.rng, shape.kv_heads, held, shape.head_dim).astype(dtype)
+        self.cached = cached
+        self.sinks = normal(self.rng, shape.heads) * 2 if shape.sinks else poisoned((shape.heads,))
         self.visible = np.ones(held, bool)
-        if self.axes["ARM"] == "masked":
+        if self.axes["ARM"] == "masked" and not shape.window:
             self.visible = self.rng.random(held) < 0.8
 
     def rows(self, name: str, values: F32) -> F32:
@@ -195,11 +203,13 @@ class Problem:
             "cache_v": self.cache(self.cached_v),
             "y": blank(shape.room * shape.heads * shape.head_dim),
             "token_count": np.array([self.count], np.uint32),
+            "sinks": self.sinks,
         }
         if self.axes["ARM"] == "masked":
             mask = np.full(shape.max_seq, -np.inf, np.float32)
             hidden = self.rng.choice([-np.inf, -1.0, -1e-30], self.visible.size)
-            mask[: self.visible.size] = np.where(self.visible, 0.0, hidden)
+            ages = self.cached - np.arange(self.visible.size) if shape.window else np.zeros(self.visible.size)
+            mask[: self.visible.size] = np.where(self.visible, ages, hidden)
             buffers["mask"] = mask
         if self.axes["OFFSET"] == "buffer":
             # What a form does not need holds garbage: it must not be read.
@@ -220,7 +230,10 @@ class Problem:
         sizes = np.full_like(values, np.nan)
         cached_k = self.cached_k[:, self.visible].astype(np.float64)
         cached_v = self.cached_v[:, self.visible].astype(np.float64)
+        cached_at = np.flatnonzero(self.visible)
         for token in range(self.count):
+            positions = np.concatenate([cached_at, self.cached + np.arange(token + 1)])
+            seen = (positions > self.cached + token - shape.window) | (shape.window == 0)
             for head in range(shape.heads):
                 kv_head = head // shape.group
                 keys = np.concatenate([cached_k[kv_head], self.k[: token + 1, kv_head]])
@@ -228,12 +241,17 @@ class Problem:
                 query = self.q[token, head].astype(np.float64)
                 scale = float(np.float32(shape.scale))
                 scores = keys @ query * scale
-                weights = np.exp(scores - scores.max())
-                weights /= weights.sum()
+                if shape.cap:
+                    scores = shape.cap * np.tanh(scores / shape.cap)
+                scores[~seen] = -np.inf
+                sink = float(self.sinks[head]) if shape.sinks else -np.inf
+                highest = max(scores.max(), sink)
+                weights = np.exp(scores - highest)
+                weights /= weights.sum() + np.exp(sink - highest)
                 values[token, head] = weights @ rows
                 # A score's rounding error is the relative error of its weight.
                 score_size = (np.abs(keys) @ np.abs(query)).max() * scale
-                sizes[token, head] = weights @ np.abs(rows) * (1 + score_size)
+                sizes[token, head] = weights @ np.abs(rows) * (1 + score_size + shape.cap)
         return values, sizes
 
     def check(self, cached: int, out: Mapping[str, Words]) -> None:
@@ -255,6 +273,62 @@ def test_attention(key: str, shape: Shape) -> None:
             problem.draw(cached, count)
             problem.check(cached, problem.run(cached))
     problem.trial.close()
+
+
+# A decode step, and a prefill with several tokens in a workgroup, so that a window ends inside of one.
+WINDOWED = [Shape(1, 4, 4, 1, 20, 37, 1, (1,), 16, True, 0.3), Shape(2, 2, 2, 2, 20, 37, 8, (7,), 8, False, 0.3)]
+
+
+@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 16, 19])
+def test_a_window_hides_what_a_mask_would_at_every_length(form: tuple[str, str, int], lanes: str, window: int) -> None:
+    arm, offset, write = form
+    for shape in WINDOWED:
+        key = f"attention LANES={lanes} KV=f32 QUERIES=4 ARM={arm} OFFSET={offset} WRITE={write}"
+        problem = Problem(key, replace(shape, window=window))
+        for cached in range(shape.max_seq - shape.room + 1):
+            problem.draw(cached, shape.counts[0])
+            problem.check(cached, problem.run(cached))
+        problem.trial.close()
+
+
+@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("cap", "sinks", "window"), [(3.0, False, 0), (50.0, False, 5), (0.0, True, 0), (2.0, True, 3)]
+)
+def test_scores_may_have_a_cap_and_heads_a_sink(
+    form: tuple[str, str, int], lanes: str, cap: float, sinks: bool, window: int
+) -> None:
+    arm, offset, write = form
+    for shape in WINDOWED:
+        key = f"attention LANES={lanes} KV=f16 QUERIES=4 ARM={arm} OFFSET={offset} WRITE={write}"
+        problem = Problem(key, replace(shape, window=window, cap=cap, sinks=sinks, scale=1.5))
+        for cached in (0, 1, 7, 23):
+            problem.draw(cached, shape.counts[0])
+            problem.check(cached, problem.run(cached))
+        problem.trial.close()
+
+
+def test_a_capped_score_neither_overflows_nor_loses_its_sign() -> None:
+    for lanes in ("subgroup", "shared"):
+        key = f"attention LANES={lanes} KV=f32 QUERIES=4 ARM=bounded OFFSET=push WRITE=0"
+        problem = Problem(key, replace(SHAPES[4][1], cap=20.0))
+        problem.draw(37, 8)
+        problem.cached_k *= np.float32(1e6)
+        problem.check(37, problem.run(37))
+
+
+@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
+@pytest.mark.parametrize("wrong", [{"WINDOW": 4}, {"WINDOW": 6}, {"CAP_BITS": bits(2.1)}, {"HAS_SINKS": 0}], ids=str)
+def test_a_wrong_window_cap_or_sink_is_noticed(lanes: str, wrong: dict[str, int]) -> None:
+    for shape in WINDOWED:
+        key = f"attention LANES={lanes} KV=f32 QUERIES=4 ARM=bounded OFFSET=push WRITE=0"
+        problem = Problem(key, replace(shape, window=5, cap=2.0, sinks=True), wrong)
+        problem.draw(11, shape.counts[0])
+        with pytest.raises(AssertionError, match="values are wrong"):
+            problem.check(11, problem.run(11))
 
 
 def test_the_cases_reach_all_shapes_in_both_forms() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
-from kernel_lab import F32, F64, Words, axes_of, blank, check, generator, normal, run_once, variants
+from kernel_lab import F32, F64, Words, axes_of, bits, blank, check, generator, normal, run_once, variants
 from numpy.typing import NDArray
 
-KEYS = variants("elementwise", OP=["add", "mul", "silu", "gelu_tanh"])
+KEYS = variants("elementwise", OP=["add", "mul", "silu", "gelu", "gelu_tanh", "scale", "softcap"])
+FACTOR = 2.7
 SIZES = [
     (1, 64, (1, 1, 1)),
     (37, 5, (3, 3, 1)),
@@ -16,11 +19,16 @@ SIZES = [
 ]
 
 
-def run(key: str, a: F32, b: F32, count: int, workgroup: int, workgroups: tuple[int, int, int]) -> Words:
+def run(
+    key: str, a: F32, b: F32, count: int, workgroup: int, workgroups: tuple[int, int, int], factor: float = FACTOR
+) -> Words:
     buffers: dict[str, NDArray[np.float32] | Words] = {"a": a, "y": blank(a.size)}
     if axes_of(key)["OP"] in ("add", "mul"):
         buffers["b"] = b
-    return run_once(key, buffers, {"WORKGROUP": workgroup, "COUNT": count}, workgroups)["y"]
+    spec = {"WORKGROUP": workgroup, "COUNT": count}
+    if axes_of(key)["OP"] in ("scale", "softcap"):
+        spec["FACTOR_BITS"] = bits(factor)
+    return run_once(key, buffers, spec, workgroups)["y"]
 
 
 def reference(key: str, a: F32, b: F32) -> tuple[F64, F64]:
@@ -31,6 +39,15 @@ def reference(key: str, a: F32, b: F32) -> tuple[F64, F64]:
         return left + right, np.abs(left + right)
     if operation == "mul":
         return left * right, np.abs(left * right)
+    factor = float(np.float32(FACTOR))
+    if operation == "scale":
+        return left * factor, np.abs(left * factor)
+    if operation == "softcap":
+        return factor * np.tanh(left / factor), np.full(left.shape, 2 * factor)
+    if operation == "gelu":
+        tail = np.array([math.erfc(-value / math.sqrt(2)) for value in left])
+        # Below the smallest float32 a tail may be held as zero.
+        return left * tail / 2, np.abs(left * tail) * (1 + left**2) + 1e-30
     argument = left if operation == "silu" else np.sqrt(8 / np.pi) * (left + 0.044715 * left**3)
     with np.errstate(over="ignore"):
         value = left / (1 + np.exp(-argument))
@@ -46,12 +63,21 @@ def test_every_value(key: str, count: int, workgroup: int, workgroups: tuple[int
     check(run(key, a, b, count, workgroup, workgroups), *reference(key, a, b), roundings=8)
 
 
-@pytest.mark.parametrize("key", ["elementwise OP=silu", "elementwise OP=gelu_tanh"])
+@pytest.mark.parametrize("key", variants("elementwise", OP=["silu", "gelu", "gelu_tanh", "softcap"]))
 def test_activations_are_finite_at_the_ends(key: str) -> None:
     a = np.array([-3e38, -1e13, -1e4, -100.0, -88.0, -0.0, 0.0, 20.0, 88.0, 1e4, 1e13, 3e38], np.float32)
     out = run(key, a, a, a.size, 64, (1, 1, 1))
-    expected, _ = reference(key, a, a)
+    with np.errstate(over="ignore"):
+        expected, _ = reference(key, a, a)
     check(out, expected, np.abs(expected) + 1e-30, roundings=1000)
+
+
+@pytest.mark.parametrize("key", variants("elementwise", OP=["scale", "softcap"]))
+def test_a_wrong_factor_is_noticed(key: str) -> None:
+    a = normal(generator(key), 37)
+    check(run(key, a, a, 37, 64, (1, 1, 1)), *reference(key, a, a), roundings=8)
+    with pytest.raises(AssertionError, match="values are wrong"):
+        check(run(key, a, a, 37, 64, (1, 1, 1), 2.71), *reference(key, a, a))
 
 
 @pytest.mark.parametrize("key", KEYS)

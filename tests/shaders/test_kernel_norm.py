@@ -35,18 +35,28 @@ def run(
     epsilon: float = EPSILON,
     workgroup: int = 32,
     columns: int = 0,
+    groups: int = 1,
+    view: tuple[int, int] = (0, 0),
 ) -> Words:
+    """Normalize rows of `groups` groups each; `view` is where they start in a wider row of x, and its width."""
     axes = axes_of(key)
     spec = {
         "WORKGROUP": subgroup() if axes["LANES"] == "subgroup" else workgroup,
-        "COLUMNS": columns or x.shape[1],
+        "COLUMNS": columns or x.shape[1] // groups,
         "EPSILON_BITS": bits(epsilon),
+        "X_OFFSET": view[0],
+        "X_STRIDE": view[1] or x.shape[1],
+        "ONE_WEIGHT": int(weight.size * groups == x.shape[1] and groups > 1),
     }
-    buffers: dict[str, NDArray[Any]] = {"x": x, "weight": weight, "y": blank(x.size)}
+    held = x
+    if view[1]:
+        held = poisoned((len(x), view[1]))
+        held[:, view[0] : view[0] + x.shape[1]] = x
+    buffers: dict[str, NDArray[Any]] = {"x": held, "weight": weight, "y": blank(x.size)}
     if axes["NORM"] == "layer":
         spec["HAS_NORM_BIAS"] = int(bias is not None)
-        buffers["bias"] = poisoned((x.shape[1],)) if bias is None else bias
-    return run_once(key, buffers, spec, (len(x), 1, 1))["y"]
+        buffers["bias"] = poisoned(weight.shape) if bias is None else bias
+    return run_once(key, buffers, spec, (len(x), groups, 1))["y"]
 
 
 def reference(key: str, x: F32, weight: F32, bias: F32 | None = None, epsilon: float = EPSILON) -> tuple[F64, F64]:
@@ -73,6 +83,26 @@ def test_rows_are_normalized(key: str, columns: int, workgroup: int) -> None:
     weight, bias = normal(rng, columns), normal(rng, columns)
     for shift in (None, bias):
         check(run(key, x, weight, shift, EPSILON, workgroup), *reference(key, x, weight, shift), roundings=8)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("one_weight", [False, True])
+@pytest.mark.parametrize(("groups", "columns", "view"), [(3, 20, (0, 0)), (5, 37, (9, 201)), (2, 64, (128, 300))])
+def test_groups_of_a_row_are_normalized_apart(
+    key: str, groups: int, columns: int, view: tuple[int, int], one_weight: bool
+) -> None:
+    rng = generator(key, groups, one_weight)
+    x = normal(rng, 4, groups * columns) * np.repeat(np.float32(10) ** np.arange(groups, dtype=np.float32), columns)
+    weight, bias = (normal(rng, columns if one_weight else groups * columns) for _ in range(2))
+    for shift in (None, bias):
+        out = run(key, x, weight, shift, groups=groups, view=view)
+        weights, shifts = (
+            np.resize(np.zeros(1, np.float32) if one is None else one, (4 * groups, columns)) for one in (weight, shift)
+        )
+        parts = zip(x.reshape(4 * groups, 1, columns), weights, shifts, strict=True)
+        pairs = [reference(key, *part) for part in parts]
+        expected, sizes = (np.concatenate([pair[at] for pair in pairs]).reshape(x.shape) for at in (0, 1))
+        check(out, expected, sizes, roundings=8)
 
 
 @pytest.mark.parametrize("key", KEYS)

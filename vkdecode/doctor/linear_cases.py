@@ -152,6 +152,7 @@ def check_norm(device: Device, lanes: Lanes, key: str) -> float:
     x[1] += np.float32(30)
     buffers: dict[str, NDArray[Any]] = {"x": x, "weight": weight, "y": unset(3, COLUMNS)}
     spec = {"WORKGROUP": lanes.workgroup, "COLUMNS": COLUMNS, "EPSILON_BITS": float_bits(EPSILON)}
+    spec |= {"X_OFFSET": 0, "X_STRIDE": COLUMNS, "ONE_WEIGHT": 0}
     epsilon = float(np.float32(EPSILON))
     if "NORM=layer" in key:
         buffers["bias"] = bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,18 @@ _FORMS = (
 )
 # Query heads for each kv head, query heads and query tokens of a workgroup, room and real tokens of the step.
 _SHAPES = {1: (5, 1, 1, 8, 5), 2: (2, 2, 1, 1, 1), 3: (3, 3, 1, 8, 7), 4: (2, 2, 2, 8, 3)}
+_FACTOR = 2.5
+_ACTIVATIONS: dict[str, Callable[[references.F64], references.F64]] = {
+    "silu": references.silu,
+    "gelu": references.gelu,
+    "gelu_tanh": references.gelu_tanh,
+    "scale": lambda x: x * _FACTOR,
+    "softcap": lambda x: np.asarray(_FACTOR * np.tanh(x / _FACTOR)),
+}
 _KV: dict[str, np.dtype[Any]] = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}
 
 KV_WRITE_KEYS = [f"kv_write KV={kv} OFFSET={offset}" for kv in ("f32", "f16") for offset in ("push", "buffer")]
-ELEMENTWISE_KEYS = [f"elementwise OP={op}" for op in ("add", "mul", "silu", "gelu_tanh")]
+ELEMENTWISE_KEYS = [f"elementwise OP={op}" for op in ("add", "mul", *_ACTIVATIONS)]
 MOVE_KEYS = ["rope", "concat", "contiguize", "copy_words", "last_row"]
 
 
@@ -50,7 +59,7 @@ def check_attention(device: Device, lanes: Lanes, key: str) -> float:
     for cache in caches:
         cache[:, at] = normal(rng, kv_heads, at.size, _HEAD_DIM).astype(dtype)
     buffers: dict[str, NDArray[Any]] = {"q": q, "k": k, "v": v, "cache_k": caches[0], "cache_v": caches[1]}
-    buffers |= {"y": unset(room, heads, _HEAD_DIM), "token_count": np.array([count], np.uint32)}
+    buffers |= {"y": unset(room, heads, _HEAD_DIM), "token_count": np.array([count], np.uint32), "sinks": unset(heads)}
     if masked:
         buffers["mask"] = np.full(_MAX_SEQ, -np.inf, np.float32)
         buffers["mask"][at] = 0.0
@@ -65,6 +74,9 @@ def check_attention(device: Device, lanes: Lanes, key: str) -> float:
         "STEP_TOKENS": room,
         "QUERY_HEADS": query_heads,
         "SCALE_BITS": float_bits(_SCALE),
+        "WINDOW": 0,
+        "CAP_BITS": 0,
+        "HAS_SINKS": 0,
     }
     for name, size in (("Q", heads), ("K", kv_heads), ("V", kv_heads)):
         spec |= {f"{name}_OFFSET": 0, f"{name}_STRIDE": size * _HEAD_DIM // 4}
@@ -133,8 +145,11 @@ def check_elementwise(device: Device, lanes: Lanes, key: str) -> float:
         buffers["b"] = b
         expected = wide + b if operation == "add" else wide * b
     else:
-        expected = references.silu(wide) if operation == "silu" else references.gelu_tanh(wide)
-    left = run_kernel(device, key, buffers, {"WORKGROUP": _WORKGROUP, "COUNT": count}, (3, 2, 1))["y"]
+        expected = _ACTIVATIONS[operation](wide)
+    spec = {"WORKGROUP": _WORKGROUP, "COUNT": count}
+    if operation in ("scale", "softcap"):
+        spec["FACTOR_BITS"] = float_bits(_FACTOR)
+    left = run_kernel(device, key, buffers, spec, (3, 2, 1))["y"]
     error = error_of(floats(left)[:2], expected[:2])
     return max(error, error_of(floats(left)[2:], expected[2:]))
 

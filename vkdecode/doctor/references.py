@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,6 +25,11 @@ def silu(x: F64) -> F64:
     """Elfwing et al. 2017: x / (1 + exp(-x))."""
     with np.errstate(over="ignore"):
         return np.asarray(x / (1 + np.exp(-x)))
+
+
+def gelu(x: F64) -> F64:
+    """GELU; Hendrycks and Gimpel 2016: x times the normal distribution's probability of less than x."""
+    return np.asarray([value * 0.5 * math.erfc(-value / math.sqrt(2)) for value in x.flat]).reshape(x.shape)
 
 
 def gelu_tanh(x: F64) -> F64:

@@ -18,6 +18,7 @@ from vkdecode.graph.nodes import (
     NormAttrs,
     Op,
     RopeAttrs,
+    RowPick,
     ViewAttrs,
     WeightSpec,
 )
@@ -118,7 +119,7 @@ def fuse_norm(graph: Graph, roots: Roots) -> Roots:
     """linear(norm(x)) normalizes while it reads x; each product that uses the norm does so for itself."""
     users = graph.consumers(roots)
     for node_id in graph.reachable(roots):
-        if graph.node(node_id).op not in (Op.RMS_NORM, Op.LAYER_NORM):
+        if graph.node(node_id).op not in (Op.RMS_NORM, Op.LAYER_NORM) or graph.attrs(node_id, NormAttrs).groups != 1:
             continue
         x, *norm_weights = graph.node(node_id).inputs
         norm = "rms" if graph.node(node_id).op is Op.RMS_NORM else "layer"
@@ -151,7 +152,7 @@ def fuse_kv_write(graph: Graph, roots: Roots) -> Roots:
             continue
         attrs = graph.attrs(node_id, AttentionAttrs)
         inputs = node.inputs
-        if attrs.arm == "masked" and len(inputs) == 7:
+        if attrs.arm == "masked" and len(inputs) == 7 + attrs.sinks:
             inputs = (*inputs, graph.node(writes[0]).inputs[3])
         graph.rewrite(node_id, Op.ATTENTION, inputs, replace(attrs, writes=True))
         roots = tuple(dict.fromkeys(node_id if root in writes else root for root in roots))
@@ -186,15 +187,23 @@ def _stacked(graph: Graph, products: Sequence[NodeId], replace_spec: dict[str, o
     if len({node.inputs[0] for node in nodes}) != 1:
         return None
     specs = [graph.attrs(node.inputs[1], WeightSpec) for node in nodes]
-    if len({spec.dtype for spec in specs}) != 1 or any(spec.order != "plain" for spec in specs):
+    if len({(spec.dtype, spec.transposed) for spec in specs}) != 1 or any(spec.order != "plain" for spec in specs):
         return None
     parts = tuple(rows for spec in specs for rows in spec.part_rows)
     names = tuple(name for spec in specs for name in spec.names)
-    fused = replace(specs[0], names=names, part_rows=parts, **replace_spec)  # type: ignore[arg-type]  # values fit the fields
+    fused = replace(specs[0], names=names, part_rows=parts, picks=_picks(specs), **replace_spec)  # type: ignore[arg-type]  # values fit the fields
     inputs = [nodes[0].inputs[0], graph.weight(fused)]
     biases = [graph.attrs(node.inputs[2], WeightSpec) if len(node.inputs) == 3 else None for node in nodes]
     held = next((bias for bias in biases if bias is not None), None)
     if held is not None:
         bias_names = tuple(bias.names[0] if bias is not None else None for bias in biases)
-        inputs.append(graph.weight(replace(fused, names=bias_names, columns=1, dtype=held.dtype, vector=True)))
+        picks = _picks([bias or spec for bias, spec in zip(biases, specs, strict=True)])
+        vector = replace(fused, names=bias_names, columns=1, dtype=held.dtype, vector=True)
+        inputs.append(graph.weight(replace(vector, picks=picks, transposed=False)))
     return inputs
+
+
+def _picks(specs: Sequence[WeightSpec]) -> tuple[RowPick, ...]:
+    """The picks of all parts of these constants; empty where none picks rows."""
+    picks = [pick for spec in specs for pick in spec.picks or (RowPick(),) * len(spec.names)]
+    return tuple(picks) if any(pick != RowPick() for pick in picks) else ()

@@ -12,6 +12,7 @@ from vkdecode.graph.nodes import (
     AttentionAttrs,
     Attrs,
     DataAttrs,
+    FactorAttrs,
     GroupMaxAttrs,
     KvAttrs,
     KvWriteAttrs,
@@ -145,14 +146,14 @@ class Graph:
         shape = (self.node(token_ids).shape[0], self.node(weight).shape[1])
         return self.add_node(Op.EMBED, (token_ids, weight), shape)
 
-    def rms_norm(self, x: NodeId, weight: NodeId, epsilon: float) -> NodeId:
-        """Root-mean-square norm of each token."""
-        return self.add_node(Op.RMS_NORM, (x, weight), self.node(x).shape, NormAttrs(epsilon))
+    def rms_norm(self, x: NodeId, weight: NodeId, epsilon: float, groups: int = 1) -> NodeId:
+        """Root-mean-square norm of each token, or of each of `groups` equal parts of it, such as heads."""
+        return self.add_node(Op.RMS_NORM, (x, weight), self.node(x).shape, NormAttrs(epsilon, groups))
 
-    def layer_norm(self, x: NodeId, weight: NodeId, bias: NodeId | None, epsilon: float) -> NodeId:
+    def layer_norm(self, x: NodeId, weight: NodeId, bias: NodeId | None, epsilon: float, groups: int = 1) -> NodeId:
         """Layer norm of each token: (x - mean) / sqrt(variance + epsilon) * weight + bias; Ba et al. 2016."""
         inputs = (x, weight) if bias is None else (x, weight, bias)
-        return self.add_node(Op.LAYER_NORM, inputs, self.node(x).shape, NormAttrs(epsilon))
+        return self.add_node(Op.LAYER_NORM, inputs, self.node(x).shape, NormAttrs(epsilon, groups))
 
     def linear(self, x: NodeId, weight: NodeId, bias: NodeId | None = None) -> NodeId:
         """x [tokens, columns] times weight [rows, columns] transposed, plus bias [rows]."""
@@ -178,9 +179,21 @@ class Graph:
         """x / (1 + exp(-x)); Elfwing et al. 2017."""
         return self.add_node(Op.SILU, (x,), self.node(x).shape)
 
+    def gelu(self, x: NodeId) -> NodeId:
+        """GELU, x times the normal distribution's probability of less than x; Hendrycks and Gimpel 2016."""
+        return self.add_node(Op.GELU, (x,), self.node(x).shape)
+
     def gelu_tanh(self, x: NodeId) -> NodeId:
         """The tanh form of GELU, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))); Hendrycks and Gimpel 2016."""
         return self.add_node(Op.GELU_TANH, (x,), self.node(x).shape)
+
+    def scale(self, x: NodeId, factor: float) -> NodeId:
+        """x times a constant; x itself where that is 1."""
+        return x if factor == 1.0 else self.add_node(Op.SCALE, (x,), self.node(x).shape, FactorAttrs(factor))
+
+    def softcap(self, x: NodeId, cap: float) -> NodeId:
+        """cap tanh(x / cap), Gemma 2's soft-capping; Bello et al. 2016."""
+        return self.add_node(Op.SOFTCAP, (x,), self.node(x).shape, FactorAttrs(cap))
 
     def last_row(self, x: NodeId, token_count: NodeId) -> NodeId:
         """The row of the last real token, [1, features]."""
@@ -213,9 +226,12 @@ class Graph:
         attrs: AttentionAttrs,
         mask: NodeId | None = None,
         offset: NodeId | None = None,
+        sinks: NodeId | None = None,
     ) -> NodeId:
         """Attention of this step's tokens over the cached rows and their own; see `AttentionAttrs`."""
-        extra = [one for one in (mask, offset) if one is not None]
+        if attrs.sinks != (sinks is not None):
+            raise InvalidInputError("attention takes its sinks exactly where its attributes say that it has some")
+        extra = [one for one in (sinks, mask, offset) if one is not None]
         shape = (self.node(qkv[0]).shape[0], attrs.heads * attrs.head_dim)
         return self.add_node(Op.ATTENTION, [*qkv, *caches, token_count, *extra], shape, attrs)
 

@@ -6,7 +6,14 @@ from vkdecode.graph.graph import Graph
 from vkdecode.graph.nodes import NodeId, Op
 
 # How many leading inputs of an operation may be views; its kernel has an offset and a stride for each of them.
-_VIEWS_ALLOWED = {Op.ATTENTION: 3, Op.KV_WRITE: 1, Op.ROPE: 1, Op.CONTIGUIZE: 1}
+_VIEWS_ALLOWED = {
+    Op.ATTENTION: 3,
+    Op.KV_WRITE: 1,
+    Op.ROPE: 1,
+    Op.CONTIGUIZE: 1,
+    Op.RMS_NORM: 1,
+    Op.LAYER_NORM: 1,
+}
 
 
 def contiguize(graph: Graph, roots: tuple[NodeId, ...]) -> tuple[NodeId, ...]:

@@ -29,7 +29,10 @@ class Op(enum.Enum):
     ADD = "add"
     MUL = "mul"
     SILU = "silu"
+    GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    SCALE = "scale"
+    SOFTCAP = "softcap"
     ATTENTION = "attention"
     KV_WRITE = "kv_write"  # effect: puts rows into a KV constant
     LAST_ROW = "last_row"
@@ -45,6 +48,20 @@ CONSTANTS = frozenset({Op.WEIGHT, Op.DATA, Op.KV})
 
 
 @dataclass(frozen=True)
+class RowPick:
+    """Which rows of its tensor a part of a constant takes.
+
+    Runs of `run` rows, `stride` rows apart, the first at `start`; a `run` of 0 is a single run of all. Where
+    `interleaved` is not 0, each head of that many rows has its pairs (2i, 2i + 1) put to (i, i + interleaved / 2).
+    """
+
+    start: int = 0
+    run: int = 0
+    stride: int = 0
+    interleaved: int = 0
+
+
+@dataclass(frozen=True)
 class WeightSpec:
     """A constant made of a model's tensors: which, in which row order, and how it is held.
 
@@ -54,6 +71,9 @@ class WeightSpec:
     a 1-D tensor, held as plain float32 in the same row order; it may list a missing tensor as None, which stands for
     zeros. `first_unit` and `unit_count` name a part of a split weight: units are rows, or pairs of rows in a paired
     order; a count of 0 means all.
+
+    `picks` says for each part which rows of its tensor it takes; empty where all are whole tensors in their own order.
+    The tensors of a `transposed` constant are [columns, rows] in the file. `plus_one` adds 1 to each value of a vector.
     """
 
     names: tuple[str | None, ...]
@@ -66,6 +86,9 @@ class WeightSpec:
     vector: bool = False
     first_unit: int = 0
     unit_count: int = 0
+    picks: tuple[RowPick, ...] = ()
+    transposed: bool = False
+    plus_one: bool = False
 
     @property
     def rows(self) -> int:
@@ -95,9 +118,20 @@ class KvAttrs:
 
 @dataclass(frozen=True)
 class NormAttrs:
-    """A norm's epsilon."""
+    """A norm's epsilon, and into how many groups of features it takes a token apart, each normalized by itself.
+
+    The weight is for all features, or for those of one group and then the same in each.
+    """
 
     epsilon: float
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class FactorAttrs:
+    """The number that values are multiplied with, or the one that caps them."""
+
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -131,9 +165,13 @@ class LinearAttrs:
 class AttentionAttrs:
     """Geometry of attention and how it knows which cached rows count.
 
-    Inputs: q, k, v, K cache, V cache, token count, then the mask (masked arm) and the offset data (device-offset path).
-    `arm` is `bounded` or `masked`. `attended_len` is the symbol of the bounded arm on the SymEnv path, else None.
-    `writes` says that the KV write is fused in.
+    Inputs: q, k, v, K cache, V cache, token count, then the sinks (where `sinks` says so), the mask (masked arm) and
+    the offset data (device-offset path). `arm` is `bounded` or `masked`. `attended_len` is the symbol of the bounded
+    arm on the SymEnv path, else None. `writes` says that the KV write is fused in.
+
+    A token sees the `window` positions up to its own, or all where that is 0; in the masked arm the mask then holds the
+    rows' ages. A score s becomes cap tanh(s / cap) with the cap `softcap`, where that is not 0. A sink is one more
+    logit of its head in the softmax's denominator.
     """
 
     heads: int
@@ -144,6 +182,9 @@ class AttentionAttrs:
     offset_on_device: bool
     attended_len: SymId | None
     writes: bool = False
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
 
 
 @dataclass(frozen=True)
@@ -202,6 +243,7 @@ Attrs = (
     | DataAttrs
     | KvAttrs
     | NormAttrs
+    | FactorAttrs
     | RopeAttrs
     | LinearAttrs
     | AttentionAttrs

@@ -12,6 +12,7 @@ from vkdecode.errors import UnsupportedModelError
 from vkdecode.gpu import Kernel, Lanes, registry
 from vkdecode.graph import (
     AttentionAttrs,
+    FactorAttrs,
     Graph,
     GroupMaxAttrs,
     KvWriteAttrs,
@@ -145,15 +146,23 @@ def _embed(graph: Graph, node: Node, lanes: Lanes) -> Choice:
 
 
 def _norm(graph: Graph, node: Node, lanes: Lanes) -> Choice:
-    epsilon = graph.attrs(node.id, NormAttrs).epsilon
+    attrs = graph.attrs(node.id, NormAttrs)
     x, weight, *bias = node.inputs
-    constants = {"WORKGROUP": lanes.workgroup, "COLUMNS": node.shape[1], "EPSILON_BITS": float_bits(epsilon)}
+    offset, stride = view_of(graph, x)
+    constants = {
+        "WORKGROUP": lanes.workgroup,
+        "COLUMNS": node.shape[1] // attrs.groups,
+        "EPSILON_BITS": float_bits(attrs.epsilon),
+        "X_OFFSET": offset,
+        "X_STRIDE": stride,
+        "ONE_WEIGHT": int(graph.node(weight).shape[0] != node.shape[1]),
+    }
     bindings = [x, weight, node.id]
     if node.op is Op.LAYER_NORM:
         constants["HAS_NORM_BIAS"] = len(bias)
         bindings += bias or [weight]  # a binding that the kernel does not read
     kernel = registry().get("norm", LANES=lanes.form, NORM="layer" if node.op is Op.LAYER_NORM else "rms")
-    return Choice(kernel, tuple(bindings), constants, (node.shape[0], 1, 1), {})
+    return Choice(kernel, tuple(bindings), constants, (node.shape[0], attrs.groups, 1), {})
 
 
 def _rope(graph: Graph, node: Node, lanes: Lanes) -> Choice:
@@ -192,7 +201,10 @@ def _elementwise(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     width = min(groups, _MOST_WORKGROUPS)
     kernel = registry().get("elementwise", OP=node.op.value)
     bindings = (node.inputs[0], node.id, *node.inputs[1:])
-    return Choice(kernel, bindings, {"WORKGROUP": _WORKGROUP, "COUNT": count}, (width, -(-groups // width), 1), {})
+    constants = {"WORKGROUP": _WORKGROUP, "COUNT": count}
+    if isinstance(node.attrs, FactorAttrs):
+        constants["FACTOR_BITS"] = float_bits(node.attrs.factor)
+    return Choice(kernel, bindings, constants, (width, -(-groups // width), 1), {})
 
 
 def _last_row(graph: Graph, node: Node, lanes: Lanes) -> Choice:
@@ -232,12 +244,17 @@ def _attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "STEP_TOKENS": tokens,
         "QUERY_HEADS": query_heads,
         "SCALE_BITS": float_bits(attrs.scale),
+        "WINDOW": attrs.window,
+        "CAP_BITS": float_bits(attrs.softcap),
+        "HAS_SINKS": int(attrs.sinks),
     }
     for name, part in zip("QKV", node.inputs[:3], strict=True):
         constants[f"{name}_OFFSET"], constants[f"{name}_STRIDE"] = (value // 4 for value in view_of(graph, part))
     q, k, v, cache_k, cache_v, token_count, *extra = node.inputs
-    bindings = (q, k, v, cache_k, cache_v, node.id, token_count, *extra)
-    work = 2 * tokens * attrs.heads * attrs.head_dim * (cache.shape[1] + tokens)
+    sinks = extra.pop(0) if attrs.sinks else q  # a binding that the kernel does not read
+    bindings = (q, k, v, cache_k, cache_v, node.id, token_count, sinks, *extra)
+    seen = min(cache.shape[1], attrs.window or cache.shape[1]) + tokens
+    work = 2 * tokens * attrs.heads * attrs.head_dim * seen
     return Choice(kernel, bindings, constants, (attrs.heads // query_heads, tokens // query_tokens, 1), push, work)
 
 
@@ -297,7 +314,10 @@ _CHOICES: dict[Op, Callable[[Graph, Node, Lanes], Choice]] = {
     Op.ADD: _elementwise,
     Op.MUL: _elementwise,
     Op.SILU: _elementwise,
+    Op.GELU: _elementwise,
     Op.GELU_TANH: _elementwise,
+    Op.SCALE: _elementwise,
+    Op.SOFTCAP: _elementwise,
     Op.LAST_ROW: _last_row,
     Op.GROUP_MAX: _group_max,
     Op.TOP_K: _top_k,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import ConfigError, DeviceError
-from vkdecode.graph import MostUnits, WeightSpec
+from vkdecode.graph import MostUnits, RowPick, WeightSpec
 from vkdecode.weights.dtypes import DType
 
 Rows = NDArray[np.int64]
@@ -38,6 +38,17 @@ def row_slots(spec: WeightSpec, tile: int, block_rows: int) -> Rows:
     slots = np.full(-(-rows.size // block_rows) * block_rows, -1, np.int64)
     slots[: rows.size] = rows
     return slots
+
+
+def picked_rows(pick: RowPick, rows: Rows) -> Rows:
+    """The rows of a tensor that a part made by `pick` has as its rows `rows`; int64 of the same shape."""
+    if pick.interleaved:
+        head, within = np.divmod(rows, pick.interleaved)
+        half = pick.interleaved // 2
+        rows = head * pick.interleaved + within % half * 2 + within // half
+    if pick.run:
+        rows = rows // pick.run * pick.stride + rows % pick.run
+    return rows + pick.start
 
 
 def _gated_pairs(spec: WeightSpec) -> tuple[Rows, Rows]:

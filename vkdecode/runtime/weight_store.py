@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from vkdecode.errors import ClosedError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Lanes, Storage, Uploader
-from vkdecode.graph import WeightSpec
-from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, row_slots, weight_bytes
+from vkdecode.graph import RowPick, WeightSpec
+from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, row_slots, weight_bytes
 from vkdecode.weights import DType, WeightSource
 from vkdecode.weights.recode import recode_rows
 
@@ -101,10 +101,12 @@ class WeightStore:
         try:
             if spec.vector:
                 values = _gather(source, spec, slots).reshape(-1)
-                uploader.write(storage, 0, values)
+                uploader.write(storage, 0, values.astype(np.float32) + 1 if spec.plus_one else values)
                 return storage
             row_bytes = packed_bytes(spec, 1)
             step = max(_PIECE_BYTES // (row_bytes * self.lanes.tile), 1) * self.lanes.tile
+            if spec.transposed:
+                step = slots.size  # each piece would read the whole tensor
             for first in range(0, slots.size, step):
                 rows = _gather(source, spec, slots[first : first + step])
                 uploader.write(storage, first * row_bytes, pack_rows(rows, self.lanes.tile))
@@ -122,12 +124,20 @@ def _gather(source: WeightSource, spec: WeightSpec, slots: NDArray[np.int64]) ->
     dtype = DType.F32 if spec.vector else spec.dtype
     out = np.zeros((slots.size, spec.columns // dtype.block_columns * dtype.block_bytes // dtype.itemsize), dtype.numpy)
     start = 0
-    for name, count in zip(spec.names, spec.part_rows, strict=True):
+    picks = spec.picks or (RowPick(),) * len(spec.names)
+    for name, count, pick in zip(spec.names, spec.part_rows, picks, strict=True):
         here = np.flatnonzero((slots >= start) & (slots < start + count))
         if name is not None and here.size:
-            rows = slots[here] - start
-            consecutive = rows[-1] - rows[0] + 1 == rows.size and bool((np.diff(rows) == 1).all())
-            values = source.read(name, slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows)
+            rows = picked_rows(pick, slots[here] - start)
+            values = _read(source, name, rows, spec.transposed)
             out[here] = recode_rows(values.reshape(rows.size, -1), source.info(name).dtype, dtype, name)
         start += count
     return out
+
+
+def _read(source: WeightSource, name: str, rows: NDArray[np.int64], transposed: bool) -> NDArray[np.generic]:
+    """These rows of a tensor, or columns of one that is stored transposed."""
+    if transposed:
+        return np.ascontiguousarray(source.read(name).T[rows])
+    consecutive = rows[-1] - rows[0] + 1 == rows.size and bool((np.diff(rows) == 1).all())
+    return source.read(name, slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows)
