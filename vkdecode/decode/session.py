@@ -9,8 +9,8 @@ speed, a good one thrown away is a silent slow-down; `validity_for` is the one l
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -52,6 +52,7 @@ class DecodeTokenData:
         rope_sin: the same shape.
         mask: float32 [max_seq_len], 0 where a cached row counts and negative where not; only in the masked arm.
         offset: uint32 [cached_len, attended_len]; only on the device-offset path.
+        extras: what only some models bind, by name; see `StepGraph`.
 
     """
 
@@ -61,6 +62,7 @@ class DecodeTokenData:
     rope_sin: NDArray[np.float32]
     mask: NDArray[np.float32] | None = None
     offset: NDArray[np.uint32] | None = None
+    extras: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
 
 
 class DecodeSession:
@@ -173,6 +175,11 @@ class DecodeSession:
     def offset_node(self) -> NodeId | None:
         """Data constant: the KV offset on the device-offset path; None on the SymEnv path."""
         return self._step.offset
+
+    @property
+    def extra_nodes(self) -> Mapping[str, NodeId]:
+        """Data constants that only some models have, by name; see `StepGraph`."""
+        return self._step.extras
 
     @property
     def cached_len_sym(self) -> SymId:
@@ -289,6 +296,8 @@ class DecodeSession:
             self._write(step.mask, "mask", data.mask)
         if step.offset is not None:
             self._write(step.offset, "offset", data.offset)
+        for name, node in step.extras.items():
+            self._write(node, name, data.extras.get(name))
 
     def realize_token(self, device: Device, data: DecodeTokenData, sym_env: SymEnv) -> NDArray[np.float32]:
         """Realize the held plan for one step: bind, record, submit; logits [rows, vocab] flat.

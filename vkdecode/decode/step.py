@@ -185,14 +185,25 @@ def step_data(model: DecodeModel, session: DecodeSession, ids: NDArray[np.uint32
     """What a session binds for these tokens after `cached_len` rows; ids are padded to the session's room."""
     padded = np.zeros(session.seq, np.uint32)
     padded[: ids.size] = ids
-    cos, sin = model.rope_cos_sin(np.arange(cached_len, cached_len + session.seq))
+    # Padding repeats the last position: a model may know no further one.
+    positions = np.minimum(np.arange(cached_len, cached_len + session.seq), max(cached_len + ids.size - 1, 0))
+    cos, sin = model.rope_cos_sin(positions, session.max_seq_len)
     mask = None
     if session.mask_node is not None:
         mask = np.where(np.arange(session.max_seq_len) < cached_len, 0.0, -np.inf).astype(np.float32)
     offset = None
     if session.offset_node is not None:
         offset = np.array([cached_len, cached_len + session.seq], np.uint32)
-    return DecodeTokenData(padded, ids.size, cos, sin, mask, offset)
+    extras: dict[str, NDArray[np.generic]] = {}
+    if "positions" in session.extra_nodes:
+        extras["positions"] = positions.astype(np.uint32)
+    if "ages" in session.extra_nodes:
+        ages = cached_len - np.arange(session.max_seq_len)
+        extras["ages"] = np.where(ages > 0, ages, -1).astype(np.float32)
+    if "local_rope_cos" in session.extra_nodes:
+        local = model.rope_cos_sin(positions, session.max_seq_len, local=True)
+        extras["local_rope_cos"], extras["local_rope_sin"] = local
+    return DecodeTokenData(padded, ids.size, cos, sin, mask, offset, extras)
 
 
 @dataclass(frozen=True)
@@ -375,5 +386,11 @@ def _check_fits(model: DecodeModel, tokens: int, kv: KvCache, context: Inference
     if kv.cached_len + tokens > kv.max_seq_len:
         raise ContextLengthError(
             f"{tokens} tokens after {kv.cached_len} cached ones exceed the context of {kv.max_seq_len}; "
+            "nothing was computed"
+        )
+    limit = model.most_positions
+    if limit is not None and kv.cached_len + tokens > limit:
+        raise ContextLengthError(
+            f"{tokens} tokens after {kv.cached_len} cached ones exceed the {limit} positions that this model knows; "
             "nothing was computed"
         )

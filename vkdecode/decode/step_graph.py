@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -40,6 +40,9 @@ class StepGraph:
 
     `logits` is the value wanted, `effects` the KV writes. `offset` exists only on the device-offset path, `mask` only
     in the masked arm. `candidates` are lists of the highest logits, the shorter first; see `decode.candidates`.
+    `extras` are the data constants that only some models have, by name: `positions` (uint32 [seq]),
+    `ages` (float32 [max_seq_len]: how many positions a cached row lies before the step, negative where it does not
+    count; the mask of windowed layers), and `local_rope_cos` and `local_rope_sin` (the angles of windowed layers).
     """
 
     graph: Graph
@@ -57,6 +60,7 @@ class StepGraph:
     attended_len_sym: SymId
     token_count_sym: SymId
     candidates: tuple[NodeId, ...] = ()
+    extras: Mapping[str, NodeId] = field(default_factory=dict)
 
 
 class DecodeModel(Protocol):
@@ -104,8 +108,15 @@ class DecodeModel(Protocol):
         """A new graph of one step."""
         ...
 
-    def rope_cos_sin(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines [positions, head_dim / 2]."""
+    @property
+    def most_positions(self) -> int | None:
+        """How many positions the model can tell apart, where that is limited."""
+        ...
+
+    def rope_cos_sin(
+        self, positions: NDArray[np.int64], max_seq_len: int | None = None, local: bool = False
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines [positions, head_dim / 2] over a cache of that length, or those of windowed layers."""
         ...
 
     def check_open(self) -> None:

@@ -73,10 +73,10 @@ def build_step(
     for layer in range(c.num_hidden_layers):
         name = f"model.layers.{layer}"
         h = b.rms_norm(x, f"{name}.input_layernorm.weight", c.rms_norm_eps)
-        q = b.rope(b.linear(h, f"{name}.self_attn.q_proj", q_size, c.attention_bias), c.num_attention_heads)
-        k = b.rope(b.linear(h, f"{name}.self_attn.k_proj", kv_size, c.attention_bias), c.num_key_value_heads)
+        q = b.rope(b.linear(h, f"{name}.self_attn.q_proj", q_size, c.attention_bias))
+        k = b.rope(b.linear(h, f"{name}.self_attn.k_proj", kv_size, c.attention_bias))
         v = b.linear(h, f"{name}.self_attn.v_proj", kv_size, c.attention_bias)
-        a = b.attention(layer, q, k, v, c.num_attention_heads)
+        a = b.attention(layer, q, k, v)
         x = b.graph.add(x, b.linear(a, f"{name}.self_attn.o_proj", c.hidden_size, c.attention_bias))
         h = b.rms_norm(x, f"{name}.post_attention_layernorm.weight", c.rms_norm_eps)
         gate = b.graph.silu(b.linear(h, f"{name}.mlp.gate_proj", c.intermediate_size, c.mlp_bias))

@@ -134,9 +134,24 @@ class Model:
         )
         return step
 
-    def rope_cos_sin(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines [positions, head_dim / 2]; pairs that are not turned get 1 and 0."""
-        cos, sin = self._rope.cos_sin(positions, self.config.head_dim // 2)
+    @property
+    def most_positions(self) -> int | None:
+        """How many positions the model can tell apart; None where it takes any."""
+        return self._rope.max_positions
+
+    def rope_cos_sin(
+        self, positions: NDArray[np.int64], max_seq_len: int | None = None, local: bool = False
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Cosines and sines [positions, head_dim / 2]; pairs that are not turned get 1 and 0.
+
+        Args:
+            positions: from 0 on.
+            max_seq_len: rows of the cache that they are for; long-context scaling can depend on it.
+            local: those of the windowed layers, for a model whose layers differ.
+
+        """
+        rope = self._rope.local if local and self._rope.local is not None else self._rope
+        cos, sin = rope.for_length(max_seq_len).cos_sin(positions, self.config.head_dim // 2)
         return cos, sin
 
     def new_kv_cache(self, max_seq_len: int, dtype: str = "f32") -> KvCache:

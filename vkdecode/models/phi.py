@@ -64,10 +64,10 @@ def build_step(c: PhiConfig, tensors: TensorTable, rotary_dim: int, options: Ste
     for layer in range(c.num_hidden_layers):
         name = f"model.layers.{layer}"
         h = b.layer_norm(x, f"{name}.input_layernorm", c.layer_norm_eps)
-        q = b.rope(b.linear(h, f"{name}.self_attn.q_proj", q_size, bias=True), c.num_attention_heads)
-        k = b.rope(b.linear(h, f"{name}.self_attn.k_proj", kv_size, bias=True), c.num_key_value_heads)
+        q = b.rope(b.linear(h, f"{name}.self_attn.q_proj", q_size, bias=True))
+        k = b.rope(b.linear(h, f"{name}.self_attn.k_proj", kv_size, bias=True))
         v = b.linear(h, f"{name}.self_attn.v_proj", kv_size, bias=True)
-        a = b.attention(layer, q, k, v, c.num_attention_heads)
+        a = b.attention(layer, q, k, v)
         x = b.graph.add(x, b.linear(a, f"{name}.self_attn.dense", c.hidden_size, bias=True))
         m = b.graph.gelu_tanh(b.linear(h, f"{name}.mlp.fc1", c.intermediate_size, bias=True))
         x = b.graph.add(x, b.linear(m, f"{name}.mlp.fc2", c.hidden_size, bias=True))

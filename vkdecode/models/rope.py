@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,23 @@ class Rope:
 
     `inv_freq` is float64 [rotary_dim/2], in radians per position. Position 0 ≤ p turns pair i by p·inv_freq[i]. cos and
     sin are multiplied by `attention_factor`. `max_positions`, where set, is how many positions the frequencies are
-    exact for.
+    exact for. `local` is the embedding of windowed layers where it is another one. `long_inv_freq`, where set, takes
+    the place of `inv_freq` over a context of more than `short_positions`.
     """
 
     inv_freq: F64
     attention_factor: float
     rotary_dim: int
     max_positions: int | None = None
+    local: Rope | None = None
+    long_inv_freq: F64 | None = None
+    short_positions: int = 0
+
+    def for_length(self, max_seq_len: int | None) -> Rope:
+        """The embedding over a context of this many positions; None for a short one."""
+        if self.long_inv_freq is None or max_seq_len is None or max_seq_len <= self.short_positions:
+            return self
+        return replace(self, inv_freq=self.long_inv_freq)
 
     def cos_sin(self, positions: NDArray[Any], pad_to_pairs: int | None = None) -> tuple[F32, F32]:
         """Return (cos, sin), each float32 [n, pairs], for integer positions [n]; angles are computed in float64.

@@ -6,9 +6,11 @@ here once.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from vkdecode.decode import KvGeometry, StepGraph, StepOptions
 from vkdecode.graph import AttentionAttrs, Graph, KvWriteAttrs, NodeId
-from vkdecode.models.tensors import TensorTable
+from vkdecode.models.tensors import Part, TensorTable
 from vkdecode.weights import DType
 
 
@@ -28,7 +30,7 @@ class StepBuilder:
         pairs = (options.seq, geometry.head_dim // 2)
         self.graph = graph
         self.options = options
-        self._tensors = tensors
+        self.tensors = tensors
         self._geometry = geometry
         self._rotary_dim = rotary_dim
         self._token_ids = graph.data("token_ids", (options.seq,), DType.U32)
@@ -45,6 +47,7 @@ class StepBuilder:
             )
             for layer in range(geometry.num_layers)
         )
+        self._extras: dict[str, NodeId] = {}
         self._effects: list[NodeId] = []
         self._cached_len = graph.symbol("cached_len")
         self._attended_len = graph.symbol("attended_len")
@@ -52,45 +55,101 @@ class StepBuilder:
 
     def embed(self, name: str, vocab_size: int, hidden_size: int) -> NodeId:
         """Embeddings of this step's tokens, [seq, hidden_size]."""
-        return self.graph.embed(self._token_ids, self.graph.weight(self._tensors.matrix(name, vocab_size, hidden_size)))
+        return self.graph.embed(self._token_ids, self.graph.weight(self.tensors.matrix(name, vocab_size, hidden_size)))
 
-    def rms_norm(self, x: NodeId, name: str, epsilon: float) -> NodeId:
-        """RMS norm with the weight of this name."""
+    def position_embedding(self, name: str, positions: int, hidden_size: int) -> NodeId:
+        """Embeddings of this step's positions, [seq, hidden_size]."""
+        at = self._extra("positions", (self.options.seq,), DType.U32)
+        return self.graph.embed(at, self.graph.weight(self.tensors.matrix(name, positions, hidden_size)))
+
+    def rms_norm(self, x: NodeId, name: str, epsilon: float, plus_one: bool = False) -> NodeId:
+        """RMS norm with the weight of this name, or with 1 more."""
+        weight = self.tensors.vector(name, self.graph.node(x).shape[1])
+        return self.graph.rms_norm(x, self.graph.weight(replace(weight, plus_one=plus_one)), epsilon)
+
+    def head_norm(self, x: NodeId, name: str, epsilon: float, plus_one: bool = False) -> NodeId:
+        """RMS norm of each head of x by itself, with one weight for all."""
+        head_dim = self._geometry.head_dim
+        weight = self.graph.weight(replace(self.tensors.vector(name, head_dim), plus_one=plus_one))
+        return self.graph.rms_norm(x, weight, epsilon, self.graph.node(x).shape[1] // head_dim)
+
+    def layer_norm(self, x: NodeId, name: str, epsilon: float, bias: bool = True) -> NodeId:
+        """Layer norm with `name.weight` and, unless it has none, `name.bias`."""
         size = self.graph.node(x).shape[1]
-        return self.graph.rms_norm(x, self.graph.weight(self._tensors.vector(name, size)), epsilon)
+        weight = self.graph.weight(self.tensors.vector(f"{name}.weight", size))
+        shift = self.graph.weight(self.tensors.vector(f"{name}.bias", size)) if bias else None
+        return self.graph.layer_norm(x, weight, shift, epsilon)
 
-    def layer_norm(self, x: NodeId, name: str, epsilon: float) -> NodeId:
-        """Layer norm with `name.weight` and `name.bias`."""
-        size = self.graph.node(x).shape[1]
-        weight, bias = (self.graph.weight(self._tensors.vector(f"{name}.{part}", size)) for part in ("weight", "bias"))
-        return self.graph.layer_norm(x, weight, bias, epsilon)
+    def linear(
+        self, x: NodeId, name: str, rows: int, bias: bool = False, part: Part | None = None, transposed: bool = False
+    ) -> NodeId:
+        """Product with `name.weight` [rows, features of x], plus `name.bias` where asked.
 
-    def linear(self, x: NodeId, name: str, rows: int, bias: bool = False) -> NodeId:
-        """Product with `name.weight` [rows, features of x], plus `name.bias` where asked."""
-        weight = self.graph.weight(self._tensors.matrix(f"{name}.weight", rows, self.graph.node(x).shape[1]))
-        return self.graph.linear(
-            x, weight, self.graph.weight(self._tensors.vector(f"{name}.bias", rows)) if bias else None
-        )
+        Args:
+            x: what is multiplied.
+            name: of the module.
+            rows: features of the product.
+            bias: whether it has one.
+            part: which rows of the tensors these are, where they have others too or in another order.
+            transposed: the file has the weight as [features of x, rows].
 
-    def rope(self, x: NodeId, heads: int) -> NodeId:
-        """Turn each head of x by this step's positions."""
-        return self.graph.rope(x, self._cos, self._sin, heads, self._geometry.head_dim, self._rotary_dim)
+        """
+        columns = self.graph.node(x).shape[1]
+        weight = self.graph.weight(self.tensors.matrix(f"{name}.weight", rows, columns, part, transposed))
+        shift = self.graph.weight(self.tensors.vector(f"{name}.bias", rows, part)) if bias else None
+        return self.graph.linear(x, weight, shift)
 
-    def attention(self, layer: int, q: NodeId, k: NodeId, v: NodeId, heads: int) -> NodeId:
-        """Causal attention over the layer's cache and this step's rows, which are put into the cache afterwards."""
+    def rope(self, x: NodeId, local: bool = False) -> NodeId:
+        """Turn each head of x by this step's positions; `local` for the angles of windowed layers."""
+        cos, sin, head_dim = self._cos, self._sin, self._geometry.head_dim
+        if local:
+            cos, sin = (self._extra(name, self.graph.node(cos).shape) for name in ("local_rope_cos", "local_rope_sin"))
+        return self.graph.rope(x, cos, sin, self.graph.node(x).shape[1] // head_dim, head_dim, self._rotary_dim)
+
+    def attention(
+        self,
+        layer: int,
+        q: NodeId,
+        k: NodeId,
+        v: NodeId,
+        *,
+        scale: float | None = None,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: NodeId | None = None,
+    ) -> NodeId:
+        """Causal attention over the layer's cache and this step's rows, which are put into the cache afterwards.
+
+        Args:
+            layer: whose cache.
+            q: queries [seq, heads * head_dim]; how many heads follows from it.
+            k: keys [seq, kv_heads * head_dim].
+            v: values, like `k`.
+            scale: factor of the scores; None for 1 / sqrt(head_dim).
+            window: how many positions a token sees, its own included; 0 for all.
+            softcap: c where a score s becomes c tanh(s / c); 0 for none.
+            sinks: for each head one more logit in the softmax's denominator, [heads].
+
+        """
         graph, geometry, options = self.graph, self._geometry, self.options
         on_device = self._offset is not None
+        mask = self._mask
+        if mask is not None and window:
+            mask = self._extra("ages", (geometry.max_seq_len,))
         attrs = AttentionAttrs(
-            heads=heads,
+            heads=graph.node(q).shape[1] // geometry.head_dim,
             kv_heads=geometry.num_key_value_heads,
             head_dim=geometry.head_dim,
-            scale=geometry.head_dim**-0.5,
+            scale=geometry.head_dim**-0.5 if scale is None else scale,
             arm=options.arm,
             offset_on_device=on_device,
             attended_len=None if on_device else self._attended_len,
+            window=window,
+            softcap=softcap,
+            sinks=sinks is not None,
         )
         reads_offset = self._offset if options.arm == "bounded" else None
-        result = graph.attention((q, k, v), self._kv[layer], self._token_count, attrs, self._mask, reads_offset)
+        result = graph.attention((q, k, v), self._kv[layer], self._token_count, attrs, mask, reads_offset, sinks)
         write = KvWriteAttrs(
             geometry.num_key_value_heads,
             geometry.head_dim,
@@ -128,4 +187,9 @@ class StepBuilder:
             self._cached_len,
             self._attended_len,
             self._token_count_sym,
+            self._extras,
         )
+
+    def _extra(self, name: str, shape: tuple[int, ...], dtype: DType = DType.F32) -> NodeId:
+        """A data constant that only some models have."""
+        return self._extras.setdefault(name, self.graph.data(name, shape, dtype))
