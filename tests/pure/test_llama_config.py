@@ -130,8 +130,8 @@ def test_another_activation_is_refused(activation: Any) -> None:
 
 def test_the_rotation_is_that_of_the_config() -> None:
     assert rope({**CONFIG, "partial_rotary_factor": 0.5}, parse_config(CONFIG)).rotary_dim == 8
-    with pytest.raises(UnsupportedModelError, match="'longrope'"):
-        rope({**CONFIG, "rope_scaling": {"rope_type": "longrope"}}, parse_config(CONFIG))
+    with pytest.raises(UnsupportedModelError, match="'mrope'"):
+        rope({**CONFIG, "rope_scaling": {"rope_type": "mrope"}}, parse_config(CONFIG))
 
 
 def test_an_architecture_is_found_by_its_model_type() -> None:

@@ -92,13 +92,13 @@ def view(graph: SmallGraph, of: NodeId, features: int, offset: int = 0) -> NodeI
     return graph.add_node(Op.VIEW, [of], (1, features), ViewAttrs(offset))
 
 
-@pytest.mark.parametrize("reader", ["norm", "linear", "silu", "add", "last_row", "cos"])
+@pytest.mark.parametrize("reader", ["norm weight", "linear", "silu", "add", "last_row", "cos"])
 def test_a_kernel_that_reads_whole_rows_gets_a_contiguous_copy(reader: str) -> None:
     graph = SmallGraph()
     wide = graph.hidden(features=3 * HIDDEN)
     part = view(graph, wide, HIDDEN, 8)
     make = {
-        "norm": lambda: graph.norm(part),
+        "norm weight": lambda: graph.rms_norm(wide, part, 1e-6),
         "linear": lambda: graph.product(part, "w"),
         "silu": lambda: graph.silu(part),
         "add": lambda: graph.add(wide, part),
@@ -118,7 +118,7 @@ def test_a_kernel_that_reads_whole_rows_gets_a_contiguous_copy(reader: str) -> N
 def test_a_view_is_copied_once_for_all_its_readers() -> None:
     graph = SmallGraph()
     part = view(graph, graph.hidden(features=3 * HIDDEN), HIDDEN)
-    roots = (graph.silu(part), graph.norm(part))
+    roots = (graph.silu(part), graph.product(part, "w"))
     contiguize(graph, roots)
     assert graph.node(roots[0]).inputs[0] == graph.node(roots[1]).inputs[0]
     assert sum(graph.node(NodeId(at)).op is Op.CONTIGUIZE for at in range(len(graph))) == 1
@@ -129,7 +129,7 @@ def test_kernels_with_offsets_and_strides_read_the_view_itself() -> None:
     sizes = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     wide = graph.hidden(features=sum(sizes))
     q, k, v = (view(graph, wide, size) for size in sizes)
-    attention = graph.attend(q, graph.turned(k, KV_HEADS), v)
+    attention = graph.attend(graph.norm(q), graph.turned(k, KV_HEADS), v)
     roots = (attention, graph.write(v, 1, attention))
     count, generation = len(graph), graph.generation
     assert contiguize(graph, roots) == roots

@@ -215,8 +215,9 @@ def test_top_level_original_length_wins() -> None:
 
 
 def test_unknown_type_is_refused_by_name_with_the_supported_ones() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'longrope'.*default, linear, dynamic, llama3, yarn, factors"):
-        rope_from_config({"rope_scaling": {"type": "longrope", "factor": 2.0}}, 16)
+    supported = "default, linear, dynamic, llama3, yarn, longrope, factors"
+    with pytest.raises(UnsupportedModelError, match=rf"'mrope'.*{supported}"):
+        rope_from_config({"rope_scaling": {"type": "mrope", "factor": 2.0}}, 16)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}

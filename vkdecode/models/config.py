@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,69 @@ def known(config: Mapping[str, Any], key: str, default: str, supported: Sequence
     if value not in supported:
         raise UnsupportedModelError(f"{key} {value!r} is not supported; supported: {', '.join(supported)}")
     return str(value)
+
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def activation(config: Mapping[str, Any], key: str, default: str) -> str:
+    """`silu`, `gelu` or `gelu_tanh`, by any of its names in Hugging Face configs; raises like `known`."""
+    return _ACTIVATIONS[known(config, key, default, tuple(_ACTIVATIONS))]
+
+
+def refuse(config: Mapping[str, Any], family: str, *keys: str) -> None:
+    """Raise `UnsupportedModelError` where one of these keys is set to anything but false."""
+    for key in keys:
+        if config.get(key) not in (None, False):
+            raise UnsupportedModelError(f"{key} {config[key]!r} is not supported for {family}; only false or none is")
+
+
+def size_or_none(config: Mapping[str, Any], key: str, default: int | None) -> int | None:
+    """A positive integer or, where it is null, None; `default` where the key is absent."""
+    return None if config.get(key, default) is None else positive_int(config, key, default)
+
+
+def number_or_none(config: Mapping[str, Any], key: str) -> float | None:
+    """A positive number or, where it is null or absent, None."""
+    return None if config.get(key) is None else positive_float(config, key, 1.0)
+
+
+def layer_windows(
+    config: Mapping[str, Any], layers: int, window: int | None, windowed: Callable[[int], bool]
+) -> tuple[int, ...]:
+    """How many positions a token sees in each layer, its own included; 0 for all.
+
+    Args:
+        config: `layer_types` in it says which layers have a window.
+        layers: how many there are.
+        window: its size; None where the config has none.
+        windowed: which layers have it where the config does not list them.
+
+    Raises:
+        ConfigError: the list does not fit the layers, or there is no window for those that it gives one.
+        UnsupportedModelError: it has another type of layer.
+
+    """
+    kinds = config.get("layer_types")
+    if kinds is None:
+        return tuple((window or 0) if windowed(layer) else 0 for layer in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ConfigError(f"layer_types must list a type for each of {layers} layers, not {kinds!r}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"layer_types {kind!r} is not supported; supported: full_attention, sliding_attention"
+            )
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError("layer_types asks for sliding_attention, but the config gives no sliding_window to use")
+    return tuple((window or 0) if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,13 @@ class _Params:
         return self.number("original_max_position_embeddings", self.max_position_embeddings)
 
 
+def with_default_part(config: Mapping[str, Any], part: float) -> Mapping[str, Any]:
+    """The config with `partial_rotary_factor` where it gives none: the part of each head that a family turns then."""
+    inner = config.get("rope_parameters")
+    given = "partial_rotary_factor" in config or (isinstance(inner, Mapping) and "partial_rotary_factor" in inner)
+    return config if given else {**config, "partial_rotary_factor": part}
+
+
 def rope_from_config(
     config: Mapping[str, Any], head_dim: int, max_seq_len: int | None = None, *, layer_type: str | None = None
 ) -> Rope:
@@ -198,14 +205,46 @@ def _yarn_attention_factor(params: _Params, factor: float) -> float:
     return magnitude(1.0)
 
 
+def _longrope(params: _Params) -> Rope:
+    """LongRoPE (`_compute_longrope_parameters`, arXiv:2402.13753): two lists of divisors and a factor on cos and sin.
+
+    Which list counts depends on the length of the context, and all rows of a cache need the same one. The length is
+    taken to be the cache's, as vLLM and llama.cpp do: past the original one the long divisors hold from the first
+    token on. (transformers goes by the tokens so far, and starts over when they pass that length.)
+    """
+    for key in ("short_mscale", "long_mscale"):
+        if params.values.get(key) is not None:
+            raise UnsupportedModelError(f"{key} of longrope RoPE is not supported; only attention_factor is")
+    original = params.original_length()
+    if original <= 1.0:
+        raise ConfigError(f"original_max_position_embeddings {original} of longrope RoPE must be above 1")
+    factor = 1.0
+    if params.values.get("factor") is not None:
+        factor = params.factor()
+    elif params.max_position_embeddings is not None:
+        factor = params.max_position_embeddings / original
+    magnitude = math.sqrt(1.0 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    inv_freq = params.default_inv_freq()
+    return Rope(
+        inv_freq / _divisors(params, "short_factor"),
+        params.number("attention_factor") if params.values.get("attention_factor") is not None else magnitude,
+        params.rotary_dim,
+        long_inv_freq=inv_freq / _divisors(params, "long_factor"),
+        short_positions=int(original),
+    )
+
+
+def _divisors(params: _Params, key: str) -> F64:
+    """A list of divisors of the frequencies, one for each rotated pair."""
+    given, wanted = params.values.get(key), params.rotary_dim // 2
+    if not isinstance(given, list) or len(given) != wanted:
+        raise ConfigError(f"{params.kind} RoPE needs a list {key} of {wanted} numbers, one for each rotated pair")
+    return np.array([_positive(value, f"a number in {key} of {params.kind} RoPE") for value in given], np.float64)
+
+
 def _factors(params: _Params) -> Rope:
     """Divisors of the frequencies, which GGUF files carry in place of the llama3 settings (`rope_freqs.weight`)."""
-    given = params.values.get("factors")
-    wanted = params.rotary_dim // 2
-    if not isinstance(given, list) or len(given) != wanted:
-        raise ConfigError(f"factors RoPE needs a list of {wanted} factors, one for each rotated pair")
-    divisors = np.array([_positive(value, "a factor of factors RoPE") for value in given], np.float64)
-    return Rope(params.default_inv_freq() / divisors, 1.0, params.rotary_dim)
+    return Rope(params.default_inv_freq() / _divisors(params, "factors"), 1.0, params.rotary_dim)
 
 
 _TYPES: Mapping[str, Callable[[_Params], Rope]] = {
@@ -214,6 +253,7 @@ _TYPES: Mapping[str, Callable[[_Params], Rope]] = {
     "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
     "factors": _factors,
 }
 

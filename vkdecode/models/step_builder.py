@@ -99,6 +99,10 @@ class StepBuilder:
         shift = self.graph.weight(self.tensors.vector(f"{name}.bias", rows, part)) if bias else None
         return self.graph.linear(x, weight, shift)
 
+    def activation(self, x: NodeId, kind: str) -> NodeId:
+        """`silu`, `gelu` or `gelu_tanh` of x."""
+        return {"silu": self.graph.silu, "gelu": self.graph.gelu, "gelu_tanh": self.graph.gelu_tanh}[kind](x)
+
     def rope(self, x: NodeId, local: bool = False) -> NodeId:
         """Turn each head of x by this step's positions; `local` for the angles of windowed layers."""
         cos, sin, head_dim = self._cos, self._sin, self._geometry.head_dim

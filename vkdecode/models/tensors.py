@@ -4,11 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from vkdecode.errors import ConfigError
-from vkdecode.graph import WeightSpec
+from vkdecode.errors import ConfigError, UnsupportedModelError
+from vkdecode.graph import RowPick, WeightSpec
 from vkdecode.weights import DType, TensorInfo, WeightSource
 from vkdecode.weights.recode import dtype_for_matrix
+
+# Masks and frequencies that older checkpoints carry along, and the parts of a model that read no text.
+_IGNORED = re.compile(
+    r"rotary_emb\.inv_freq$|\.(attn|attention)\.(bias|masked_bias)$"
+    r"|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name without what a model of text is wrapped in, or with what a bare GPT-2 lacks."""
+    name = re.sub(r"^language_model\.(?=model\.|lm_head\.)", "", name)
+    name = re.sub(r"^model\.language_model\.", "model.", name)
+    return re.sub(r"^(?=(wte|wpe|ln_f|h\.\d+)\.)", "transformer.", name)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows of a tensor of `of` rows, which has others too or has them in another order."""
+
+    of: int
+    pick: RowPick
 
 
 class TensorTable:
@@ -21,7 +43,9 @@ class TensorTable:
     """
 
     def __init__(self, source: WeightSource, dtype: DType | None = None) -> None:
-        self._infos: Mapping[str, TensorInfo] = {name: source.info(name) for name in source.names()}
+        names = [name for name in source.names() if not _IGNORED.search(name)]
+        self._infos: Mapping[str, TensorInfo] = {_text_name(name): source.info(name) for name in names}
+        self._used: set[str] = set()
         self._where = source.path
         self._dtype = dtype
 
@@ -32,6 +56,16 @@ class TensorTable:
         """All tensor names."""
         return list(self._infos)
 
+    def check_all_used(self) -> None:
+        """Raise `ConfigError` where the file has tensors that nothing asked for: left out, they would be missing.
+
+        An output head that is not asked for repeats the embedding.
+        """
+        left = sorted(name for name in self._infos if name not in self._used and name != "lm_head.weight")
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise ConfigError(f"{self._where} has the tensor {left[0]}{more}, which its config does not account for")
+
     def check_layers(self, prefix: str, count: int) -> None:
         """Raise `ConfigError` where the file has other layers, named `prefix` and a number, than the config says."""
         pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
@@ -40,19 +74,49 @@ class TensorTable:
         if found != count:
             raise ConfigError(f"num_hidden_layers is {count}, but the file has tensors of {found} layers")
 
-    def matrix(self, name: str, rows: int, columns: int) -> WeightSpec:
-        """A [rows, columns] tensor as a constant; raises `ConfigError` where it is missing or has another shape."""
-        info = self._checked(name, (rows, columns))
-        stored = DType.F16 if info.dtype.is_block else info.dtype
-        return WeightSpec((name,), (rows,), columns, dtype_for_matrix(name, stored, columns, self._dtype))
+    def matrix(
+        self, name: str, rows: int, columns: int, part: Part | None = None, transposed: bool = False
+    ) -> WeightSpec:
+        """A [rows, columns] tensor, or rows of one, as a constant.
 
-    def vector(self, name: str, size: int) -> WeightSpec:
-        """A [size] tensor as a float32 constant; raises like `matrix`."""
-        self._checked(name, (size,))
-        return WeightSpec((name,), (size,), 1, DType.F32, vector=True)
+        Args:
+            name: the tensor's.
+            rows: how many the constant has.
+            columns: of each row.
+            part: which rows of the tensor they are; None for all.
+            transposed: the file has the tensor as [columns, rows].
+
+        Raises:
+            ConfigError: it is missing or has another shape.
+            UnsupportedModelError: it is transposed, and stored in blocks.
+
+        """
+        whole = (part.of if part else rows, columns)
+        info = self._checked(name, whole[::-1] if transposed else whole)
+        if transposed and info.dtype.is_block:
+            raise UnsupportedModelError(f"tensor {name} in {self._where} is transposed and stored as {info.stored_as}")
+        stored = DType.F16 if info.dtype.is_block else info.dtype
+        dtype = dtype_for_matrix(name, stored, columns, self._dtype)
+        return WeightSpec((info.name,), (rows,), columns, dtype, picks=_picks(part), transposed=transposed)
+
+    def vector(
+        self, name: str, size: int, part: Part | None = None, shape: tuple[int, ...] | None = None
+    ) -> WeightSpec:
+        """A [size] tensor, or values of one, as a float32 constant; `shape` where the tensor is not flat.
+
+        Raises like `matrix`.
+        """
+        info = self._checked(name, shape or (part.of if part else size,))
+        return WeightSpec((info.name,), (size,), 1, DType.F32, vector=True, picks=_picks(part))
+
+    def vectors(self, names: Sequence[str], size: int) -> WeightSpec:
+        """Tensors [size] one after another as a float32 constant; raises like `matrix`."""
+        found = tuple(self._checked(name, (size,)).name for name in names)
+        return WeightSpec(found, (size,) * len(found), 1, DType.F32, vector=True)
 
     def _checked(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
         info = self._infos.get(name)
+        self._used.add(name)
         if info is None:
             raise ConfigError(f"{self._where} has no tensor {name}, which its config asks for")
         if info.shape != shape:
@@ -60,3 +124,7 @@ class TensorTable:
                 f"tensor {name} in {self._where} has shape {list(info.shape)}, its config asks for {list(shape)}"
             )
         return info
+
+
+def _picks(part: Part | None) -> tuple[RowPick, ...]:
+    return (part.pick,) if part else ()

@@ -129,15 +129,17 @@ def _gather(source: WeightSource, spec: WeightSpec, slots: NDArray[np.int64]) ->
         here = np.flatnonzero((slots >= start) & (slots < start + count))
         if name is not None and here.size:
             rows = picked_rows(pick, slots[here] - start)
-            values = _read(source, name, rows, spec.transposed)
+            values = _read(source, name, rows, spec)
             out[here] = recode_rows(values.reshape(rows.size, -1), source.info(name).dtype, dtype, name)
         start += count
     return out
 
 
-def _read(source: WeightSource, name: str, rows: NDArray[np.int64], transposed: bool) -> NDArray[np.generic]:
-    """These rows of a tensor, or columns of one that is stored transposed."""
-    if transposed:
+def _read(source: WeightSource, name: str, rows: NDArray[np.int64], spec: WeightSpec) -> NDArray[np.generic]:
+    """These rows of a tensor, columns of one that is stored transposed, or values of a vector that is not flat."""
+    if spec.transposed:
         return np.ascontiguousarray(source.read(name).T[rows])
+    if spec.vector and len(source.info(name).shape) > 1:
+        return np.ascontiguousarray(source.read(name).reshape(-1)[rows])
     consecutive = rows[-1] - rows[0] + 1 == rows.size and bool((np.diff(rows) == 1).all())
     return source.read(name, slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows)
