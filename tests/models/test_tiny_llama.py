@@ -7,7 +7,8 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from stepping import Logits, furthest, one_by_one, run
+from rungs import REGRESSION, check_reference, check_rungs, prompt_and_decode
+from stepping import furthest, one_by_one, run
 from tiny_llama import NAMES, PATHS, golden
 
 from vkdecode.decode import DecodeMode
@@ -15,45 +16,11 @@ from vkdecode.gpu import Device
 from vkdecode.models import Model
 from vkdecode.runtime import InferenceContext
 
-CONTRACT = 2e-3  # what the project promises
-REGRESSION = 1e-4  # what it reaches, with room for another driver's rounding
 ROUNDING = 1e-4
 F16_KV = 2e-2
 SHARED = [(name, *PATHS[0]) for name in NAMES] + [("llama", *path) for path in PATHS[1:]]
 
 TinyModels = Callable[..., Model]
-
-
-def prompt_and_decode(
-    model: Model, name: str, mode: DecodeMode, context: InferenceContext, tokens: int = 24, dtype: str = "f32"
-) -> tuple[Logits, Logits]:
-    """Logits of all prompt tokens in one call, then of the next tokens one at a time."""
-    reference = golden(name)
-    with closing(model.new_kv_cache(64, dtype)) as kv:
-        prompt = run(model, reference.input_ids, kv, context, mode, "all")
-        assert kv.cached_len == 24
-        decoded = one_by_one(model, reference.decode_ids[:tokens], kv, context, mode)
-        assert kv.cached_len == 24 + tokens
-    return prompt, decoded
-
-
-def check_reference(name: str, prompt: Logits, decoded: Logits) -> None:
-    reference = golden(name)
-    for computed, wanted in ((prompt, reference.logits), (decoded, reference.decode_logits[: len(decoded)])):
-        assert furthest(computed, wanted) <= CONTRACT
-        assert furthest(computed, wanted) <= REGRESSION
-
-
-def check_rungs(model: Model, name: str, kv_offset: str, arm: str, rebuilt: int) -> None:
-    results: dict[str, tuple[Logits, Logits]] = {}
-    for rung, tokens in (("captured", 24), ("held", 24), ("rebuild", rebuilt)):
-        with InferenceContext(model.device) as context:
-            results[rung] = prompt_and_decode(model, name, DecodeMode(rung, kv_offset, arm), context, tokens)
-        check_reference(name, *results[rung])
-    prompt, decoded = results["captured"]
-    for rung in ("held", "rebuild"):
-        assert np.array_equal(results[rung][0], prompt)
-        assert np.array_equal(results[rung][1], decoded[: len(results[rung][1])])
 
 
 @pytest.mark.parametrize(("kv_offset", "arm"), PATHS)

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from vkdecode.bench.shapes import BUILT_IN
 from vkdecode.decode import KvGeometry, StepOptions
 from vkdecode.errors import InvalidInputError, ModelFileError
-from vkdecode.graph import WeightSpec
 from vkdecode.models.registry import architecture_of
 from vkdecode.models.tensors import TensorTable
 from vkdecode.weights import DType, TensorInfo
@@ -153,13 +152,9 @@ class _AskedTensors(TensorTable):
         super().__init__(source)
         self.shapes: dict[str, tuple[int, ...]] = {}
 
-    def matrix(self, name: str, rows: int, columns: int) -> WeightSpec:
-        self.shapes[name] = (rows, columns)
-        return WeightSpec((name,), (rows,), columns, DType.F32)
-
-    def vector(self, name: str, size: int) -> WeightSpec:
-        self.shapes[name] = (size,)
-        return WeightSpec((name,), (size,), 1, DType.F32, vector=True)
+    def _checked(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
+        self.shapes[name] = shape
+        return TensorInfo(name, shape, DType.F32, DType.F32.name)
 
 
 def _infos(empty: SyntheticSource, dtype: DType) -> dict[str, TensorInfo]:
@@ -169,7 +164,7 @@ def _infos(empty: SyntheticSource, dtype: DType) -> dict[str, TensorInfo]:
     rope = architecture.rope(empty.config, config)
     tensors = _AskedTensors(empty)
     kv = KvGeometry(config.num_hidden_layers, config.num_key_value_heads, 1, config.head_dim, DType.F32)
-    options = StepOptions(1, "last", architecture.DEFAULT_KV_OFFSET, "masked")
+    options = StepOptions(1, "last", architecture.default_kv_offset, "masked")
     architecture.build_step(config, tensors, rope.rotary_dim, options, kv)
     held = {name: _held(dtype, name, shape) for name, shape in tensors.shapes.items()}
     return {name: TensorInfo(name, shape, held[name], held[name].name) for name, shape in tensors.shapes.items()}

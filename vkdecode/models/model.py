@@ -65,6 +65,7 @@ class Model:
         self.config: DecoderConfig = self._architecture.parse_config(source.config)
         self._rope = self._architecture.rope(source.config, self.config)
         self._tensors = TensorTable(source, dtype)
+        self._tensors.check_layers(self._architecture.layers, self.config.num_hidden_layers)
         self._architecture.check_tensors(self.config, self._tensors)
         self.device = device
         self.tokenizer: Any = None
@@ -81,6 +82,7 @@ class Model:
         self._closed = False
         self._loaded = load
         self._plan = plan_load(self, check=load)
+        self._tensors.check_all_used()
         if load:
             self.weight_store.load(self._plan.weights, progress)
 
@@ -97,7 +99,7 @@ class Model:
     @property
     def default_kv_offset(self) -> str:
         """`device` or `symenv`: where the KV write takes its offset from unless asked otherwise."""
-        return str(self._architecture.DEFAULT_KV_OFFSET)
+        return self._architecture.default_kv_offset
 
     def weight_specs(self) -> list[WeightSpec]:
         """The weight constants of the optimized decode step; every other step uses the same ones."""
@@ -129,10 +131,7 @@ class Model:
 
     def build_step(self, options: StepOptions, geometry: KvGeometry) -> StepGraph:
         """A new, unoptimized graph of one step."""
-        step: StepGraph = self._architecture.build_step(
-            self.config, self._tensors, self._rope.rotary_dim, options, geometry
-        )
-        return step
+        return self._architecture.build_step(self.config, self._tensors, self._rope.rotary_dim, options, geometry)
 
     @property
     def most_positions(self) -> int | None:

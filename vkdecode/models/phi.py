@@ -11,12 +11,12 @@ from typing import Any
 
 from vkdecode.decode import KvGeometry, StepGraph, StepOptions
 from vkdecode.errors import UnsupportedModelError
+from vkdecode.models.architecture import Architecture
 from vkdecode.models.config import DecoderConfig, decoder_sizes, flag, known, positive_float, positive_int
-from vkdecode.models.rope import Rope, rope_from_config
+from vkdecode.models.rope import Rope, rope_from_config, with_default_part
 from vkdecode.models.step_builder import StepBuilder
 from vkdecode.models.tensors import TensorTable
 
-DEFAULT_KV_OFFSET = "symenv"
 _ROTARY_FACTOR = 0.5
 
 
@@ -46,14 +46,7 @@ def parse_config(config: Mapping[str, Any]) -> PhiConfig:
 
 def rope(config: Mapping[str, Any], c: PhiConfig) -> Rope:
     """The rotation of the first half of each q and k head, unless the config says another part."""
-    inner = config.get("rope_parameters")
-    given = "partial_rotary_factor" in config or (isinstance(inner, Mapping) and "partial_rotary_factor" in inner)
-    return rope_from_config(config if given else {**config, "partial_rotary_factor": _ROTARY_FACTOR}, c.head_dim)
-
-
-def check_tensors(c: PhiConfig, tensors: TensorTable) -> None:
-    """Refuse a file with other layers than the config says."""
-    tensors.check_layers("model.layers.", c.num_hidden_layers)
+    return rope_from_config(with_default_part(config, _ROTARY_FACTOR), c.head_dim)
 
 
 def build_step(c: PhiConfig, tensors: TensorTable, rotary_dim: int, options: StepOptions, kv: KvGeometry) -> StepGraph:
@@ -75,3 +68,6 @@ def build_step(c: PhiConfig, tensors: TensorTable, rotary_dim: int, options: Ste
         return b.finish(x)
     x = b.layer_norm(b.last_row(x), "model.final_layernorm", c.layer_norm_eps)
     return b.finish(b.linear(x, "lm_head", c.vocab_size, bias=True))
+
+
+ARCHITECTURE = Architecture(parse_config, build_step, rope, default_kv_offset="symenv")

@@ -3,40 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from vkdecode.decode import KvGeometry, StepGraph, StepOptions
 from vkdecode.errors import ModelFileError, UnsupportedModelError
-from vkdecode.models import llama, phi
-from vkdecode.models.rope import Rope
-from vkdecode.models.tensors import TensorTable
+from vkdecode.models import (
+    cohere,
+    gemma,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mistral,
+    olmo2,
+    phi,
+    phi3,
+    qwen,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
+from vkdecode.models.architecture import Architecture
 
-
-class Architecture(Protocol):
-    """What an architecture's module offers. Its config is a dataclass of its own; nobody else looks inside."""
-
-    DEFAULT_KV_OFFSET: str
-
-    def parse_config(self, config: Mapping[str, Any], /) -> Any:
-        """Read and check a config."""
-        ...
-
-    def rope(self, config: Mapping[str, Any], c: Any, /) -> Rope:
-        """The rotation of q and k."""
-        ...
-
-    def check_tensors(self, c: Any, tensors: TensorTable, /) -> None:
-        """Refuse a file whose tensors the config does not account for."""
-        ...
-
-    def build_step(
-        self, c: Any, tensors: TensorTable, rotary_dim: int, options: StepOptions, kv: KvGeometry, /
-    ) -> StepGraph:
-        """The graph of one step."""
-        ...
-
-
-ARCHITECTURES: Mapping[str, Architecture] = {"llama": llama, "phi": phi}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "cohere": cohere.ARCHITECTURE,
+    "gemma2": gemma.GEMMA2,
+    "gemma3": gemma.GEMMA3,
+    "gemma3_text": gemma.GEMMA3,
+    "gpt2": gpt2.ARCHITECTURE,
+    "gpt_neox": gpt_neox.ARCHITECTURE,
+    "granite": granite.ARCHITECTURE,
+    "llama": llama.ARCHITECTURE,
+    "ministral": mistral.ARCHITECTURE,
+    "mistral": mistral.ARCHITECTURE,
+    "olmo2": olmo2.ARCHITECTURE,
+    "phi": phi.ARCHITECTURE,
+    "phi3": phi3.ARCHITECTURE,
+    "qwen2": qwen.QWEN2,
+    "qwen3": qwen.QWEN3,
+    "smollm3": smollm3.ARCHITECTURE,
+    "stablelm": stablelm.ARCHITECTURE,
+    "starcoder2": starcoder2.ARCHITECTURE,
+}
 
 
 def architecture_of(config: Mapping[str, Any]) -> tuple[str, Architecture]:
