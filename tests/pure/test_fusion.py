@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 from small_graphs import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SmallGraph
 
-from vkdecode.graph import AttentionAttrs, LinearAttrs, Node, NodeId, Op, RopeAttrs, ViewAttrs, WeightSpec
+from vkdecode.graph import AttentionAttrs, LinearAttrs, Node, NodeId, Op, RopeAttrs, RowPick, ViewAttrs, WeightSpec
 from vkdecode.graph.fusion import (
     FUSIONS,
     Fusion,
     fuse_gated_mlp,
     fuse_kv_write,
     fuse_norm,
+    fuse_qkv,
     fuse_qkv_rope,
     fuse_residual,
 )
@@ -224,6 +225,63 @@ def test_projections_stay_where_they_do_not_belong_together() -> None:
 # Residual
 
 
+@pytest.mark.parametrize("between", ["nothing", "norms", "norms and rotations"])
+def test_projections_that_are_not_just_turned_become_one_product_too(between: str) -> None:
+    graph = SmallGraph()
+    x = graph.hidden()
+    q, k, v = (graph.product(x, name, rows) for name, rows in (("q", Q_SIZE), ("k", KV_SIZE), ("v", KV_SIZE)))
+    seen_q, seen_k = q, k
+    if between != "nothing":
+        norm = graph.vector("norm", HEAD_DIM)
+        seen_q, seen_k = graph.rms_norm(q, norm, 1e-5, HEADS), graph.rms_norm(k, norm, 1e-5, KV_HEADS)
+    if between == "norms and rotations":
+        seen_q, seen_k = graph.turned(seen_q, HEADS), graph.turned(seen_k, KV_HEADS)
+    root = graph.attend(seen_q, seen_k, v)
+    write = graph.write(v, 1, root)
+    assert unchanged_by(fuse_qkv_rope, graph, root, write)
+    assert fuse_qkv(graph, (root, write)) == (root, write)
+    assert [graph.node(one).op for one in (q, k, v)] == [Op.VIEW] * 3
+    assert [graph.node(one).attrs for one in (q, k, v)] == [ViewAttrs(at) for at in (0, Q_SIZE, Q_SIZE + KV_SIZE)]
+    (fused,) = {one for view in (q, k, v) for one in graph.node(view).inputs}
+    assert graph.node(fused).attrs == LinearAttrs()
+    assert graph.node(fused).inputs[0] == x
+    assert spec_of(graph, graph.node(fused).inputs[1]) == WeightSpec(
+        ("q", "k", "v"), (Q_SIZE, KV_SIZE, KV_SIZE), HIDDEN, DType.F16
+    )
+    assert graph.node(root).inputs[:3] == (seen_q, seen_k, v)
+    assert unchanged_by(fuse_qkv, graph, root, write)
+
+
+def test_projections_of_different_values_stay_apart() -> None:
+    graph = SmallGraph()
+    x, y = graph.hidden("x"), graph.hidden("y")
+    q, k, v = graph.product(x, "q", Q_SIZE), graph.product(y, "k", KV_SIZE), graph.product(x, "v", KV_SIZE)
+    assert unchanged_by(fuse_qkv, graph, graph.attend(q, k, v))
+    shared = graph.product(x, "shared", KV_SIZE)
+    assert unchanged_by(fuse_qkv, graph, graph.attend(graph.product(x, "q2", Q_SIZE), shared, shared))
+
+
+def test_rows_of_one_tensor_stay_those_rows_side_by_side() -> None:
+    """And a bias's, where only some parts have one."""
+    graph = SmallGraph()
+    x = graph.hidden()
+    picks = [RowPick(0, 8, 24), RowPick(8, 8, 24), RowPick()]
+    sizes = (Q_SIZE, KV_SIZE, KV_SIZE)
+    q, k, v = (
+        graph.linear(
+            x,
+            graph.weight(WeightSpec(("w",), (size,), HIDDEN, DType.F16, picks=() if pick == RowPick() else (pick,))),
+            graph.weight(WeightSpec(("b",), (size,), 1, DType.F32, vector=True, picks=(pick,))) if at == 1 else None,
+        )
+        for at, (size, pick) in enumerate(zip(sizes, picks, strict=True))
+    )
+    fuse_qkv(graph, (graph.attend(q, k, v),))
+    (fused,) = graph.node(q).inputs
+    weight, bias = (spec_of(graph, one) for one in graph.node(fused).inputs[1:])
+    assert weight.picks == bias.picks == tuple(picks)
+    assert (weight.names, bias.names) == (("w", "w", "w"), (None, "b", None))
+
+
 @pytest.mark.parametrize("product_first", [True, False])
 def test_a_sum_becomes_the_start_of_its_product(product_first: bool) -> None:
     graph = SmallGraph()
@@ -304,6 +362,12 @@ def test_a_norm_stays_where_anything_but_the_left_side_of_a_product_reads_it() -
     assert graph.node(both).inputs[0] == graph.node(both).inputs[-1] == third
     roots = (graph.product(first, "a"), first, graph.product(second, "b"), graph.silu(second), both)
     assert unchanged_by(fuse_norm, graph, *roots)
+
+
+def test_a_norm_of_heads_is_not_a_products_norm() -> None:
+    graph = SmallGraph()
+    heads = graph.rms_norm(graph.hidden(), graph.vector("norm", HIDDEN // 2), 1e-5, 2)
+    assert unchanged_by(fuse_norm, graph, graph.product(heads, "w"))
 
 
 def test_a_product_takes_one_norm_only() -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from vkdecode.errors import ConfigError
-from vkdecode.graph import WeightSpec
-from vkdecode.runtime.weight_layout import pack_rows, pack_width, packed_bytes, row_slots
+from vkdecode.graph import RowPick, WeightSpec
+from vkdecode.runtime.weight_layout import pack_rows, pack_width, packed_bytes, picked_rows, row_slots
 from vkdecode.weights.dtypes import DType
 
 TILES = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
@@ -120,3 +120,14 @@ def test_packing_does_not_change_its_input() -> None:
     before = rows.copy()
     pack_rows(rows, 4)
     np.testing.assert_array_equal(rows.view(np.uint32), before.view(np.uint32))
+
+
+def test_picked_rows_are_runs_of_a_tensor_or_pairs_of_a_head() -> None:
+    rows = np.arange(8)
+    np.testing.assert_array_equal(picked_rows(RowPick(), rows), rows)
+    np.testing.assert_array_equal(picked_rows(RowPick(start=5), rows), rows + 5)
+    np.testing.assert_array_equal(picked_rows(RowPick(2, 2, 6), rows), [2, 3, 8, 9, 14, 15, 20, 21])
+    np.testing.assert_array_equal(picked_rows(RowPick(interleaved=4), rows), [0, 2, 1, 3, 4, 6, 5, 7])
+    np.testing.assert_array_equal(picked_rows(RowPick(interleaved=8), rows), [0, 2, 4, 6, 1, 3, 5, 7])
+    np.testing.assert_array_equal(picked_rows(RowPick(1, 4, 12, 4), rows), [1, 3, 2, 4, 13, 15, 14, 16])
+    np.testing.assert_array_equal(picked_rows(RowPick(2, 2, 6), rows[5:2:-1]), [15, 14, 9])

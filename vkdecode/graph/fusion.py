@@ -82,6 +82,23 @@ def fuse_qkv_rope(graph: Graph, roots: Roots) -> Roots:
     return roots
 
 
+def fuse_qkv(graph: Graph, roots: Roots) -> Roots:
+    """The q, k and v products become one, of which they are views; for those that `fuse_qkv_rope` leaves."""
+    for node_id in graph.reachable(roots):
+        if graph.node(node_id).op is not Op.ATTENTION:
+            continue
+        products = [_product_behind(graph, one) for one in graph.node(node_id).inputs[:3]]
+        inputs = _stacked(graph, products, replace_spec={}) if len(set(products)) == 3 else None
+        if inputs is None:
+            continue
+        widths = [graph.node(one).shape[1] for one in products]
+        shape = (graph.node(products[0]).shape[0], sum(widths))
+        fused = graph.add_node(Op.LINEAR, inputs, shape, LinearAttrs(bias=len(inputs) == 3))
+        for at, product in enumerate(products):
+            graph.rewrite(product, Op.VIEW, [fused], ViewAttrs(sum(widths[:at])))
+    return roots
+
+
 def fuse_residual(graph: Graph, roots: Roots) -> Roots:
     """x + linear(y) becomes one product that starts from x."""
     users = graph.consumers(roots)
@@ -162,11 +179,19 @@ def fuse_kv_write(graph: Graph, roots: Roots) -> Roots:
 FUSIONS: tuple[Fusion, ...] = (
     fuse_gated_mlp,
     fuse_qkv_rope,
+    fuse_qkv,
     fuse_residual,
     fuse_activation,
     fuse_norm,
     fuse_kv_write,
 )
+
+
+def _product_behind(graph: Graph, node_id: NodeId) -> NodeId:
+    """What a value was before it was turned and normalized, by operations that can read views."""
+    while graph.node(node_id).op in (Op.ROPE, Op.RMS_NORM, Op.LAYER_NORM):
+        node_id = graph.node(node_id).inputs[0]
+    return node_id
 
 
 def _takes_norm(graph: Graph, product: NodeId, norm: NodeId) -> bool:
