@@ -7,13 +7,27 @@ from collections.abc import Callable
 import pytest
 from small_graphs import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SmallGraph
 
-from vkdecode.graph import AttentionAttrs, LinearAttrs, Node, NodeId, Op, RopeAttrs, RowPick, ViewAttrs, WeightSpec
+from vkdecode.graph import (
+    AttentionAttrs,
+    LinearAttrs,
+    Node,
+    NodeId,
+    NormAttrs,
+    Op,
+    RopeAttrs,
+    RowPick,
+    ViewAttrs,
+    WeightSpec,
+)
 from vkdecode.graph.fusion import (
     FUSIONS,
     Fusion,
     fuse_gated_mlp,
     fuse_kv_write,
     fuse_norm,
+    fuse_norm_residual,
+    fuse_norm_rope,
+    fuse_qk_norm,
     fuse_qkv,
     fuse_qkv_rope,
     fuse_residual,
@@ -368,6 +382,81 @@ def test_a_norm_of_heads_is_not_a_products_norm() -> None:
     graph = SmallGraph()
     heads = graph.rms_norm(graph.hidden(), graph.vector("norm", HIDDEN // 2), 1e-5, 2)
     assert unchanged_by(fuse_norm, graph, graph.product(heads, "w"))
+
+
+def test_a_norm_takes_the_sum_that_follows_it() -> None:
+    graph = SmallGraph()
+    x, y = graph.hidden("x"), graph.hidden("y")
+    norm = graph.norm(y)
+    root = graph.add(x, norm)
+    assert fuse_norm_residual(graph, (root,)) == (root,)
+    assert (graph.node(root).op, graph.node(root).inputs) == (Op.RMS_NORM, (*graph.node(norm).inputs, x))
+    assert graph.attrs(root, NormAttrs) == NormAttrs(1e-5, residual=True)
+    other = SmallGraph()
+    norm = other.norm(other.hidden("y"))
+    assert unchanged_by(fuse_norm_residual, other, other.add(norm, norm))
+    assert unchanged_by(fuse_norm_residual, other, other.add(other.hidden("x"), norm), other.silu(norm))
+
+
+def normed_heads(graph: SmallGraph, bias: bool = False, epsilon: float = 1e-5) -> tuple[NodeId, dict[str, NodeId]]:
+    """Attention over one product's q and k, whose heads are normalized and turned, and its v."""
+    x = graph.hidden()
+    made = {name: graph.product(x, name, rows) for name, rows in (("q", Q_SIZE), ("k", KV_SIZE), ("v", KV_SIZE))}
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        weight = graph.vector(f"{name} norm", HEAD_DIM)
+        if bias:
+            norm = graph.layer_norm(made[name], weight, graph.vector(f"{name} shift", HEAD_DIM), 1e-5, heads)
+        else:
+            norm = graph.rms_norm(made[name], weight, epsilon if name == "k" else 1e-5, heads)
+        made[f"normed {name}"] = norm
+        made[f"turned {name}"] = graph.turned(norm, heads)
+    root = graph.attend(made["turned q"], made["turned k"], made["v"])
+    fuse_qkv(graph, (root,))
+    return root, made
+
+
+def test_heads_are_turned_by_their_norm() -> None:
+    graph = SmallGraph()
+    root, made = normed_heads(graph)
+    assert fuse_norm_rope(graph, (root,)) == (root,)
+    node = graph.node(made["turned k"])
+    assert (node.op, node.inputs[:1], node.inputs[2:]) == (Op.RMS_NORM, (made["k"],), graph.angles())
+    rope = RopeAttrs(KV_HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
+    assert node.attrs == NormAttrs(1e-5, KV_HEADS, KV_HEADS, rope=rope)
+    other = SmallGraph()
+    root, made = normed_heads(other)
+    also = other.silu(made["normed q"])
+    fuse_norm_rope(other, (root, also))
+    assert other.node(made["turned q"]).op is Op.ROPE
+
+
+def test_heads_of_q_and_k_side_by_side_take_one_norm() -> None:
+    graph = SmallGraph()
+    root, made = normed_heads(graph)
+    fuse_norm_rope(graph, (root,))
+    assert fuse_qk_norm(graph, (root,)) == (root,)
+    views = [graph.node(made[name]) for name in ("turned q", "turned k")]
+    assert [node.attrs for node in views] == [ViewAttrs(0), ViewAttrs(Q_SIZE)]
+    (fused,) = {one for node in views for one in node.inputs}
+    node = graph.node(fused)
+    assert node.shape == (1, Q_SIZE + KV_SIZE)
+    assert graph.attrs(fused, NormAttrs).groups == HEADS + KV_HEADS
+    assert graph.attrs(fused, NormAttrs).first_groups == HEADS
+    assert graph.node(node.inputs[0]).attrs == ViewAttrs(0)
+    assert graph.node(node.inputs[0]).inputs == graph.node(made["q"]).inputs
+    weight = WeightSpec(("q norm", "k norm"), (HEAD_DIM, HEAD_DIM), 1, DType.F32, vector=True)
+    assert spec_of(graph, node.inputs[1]) == weight
+    assert unchanged_by(fuse_qk_norm, graph, root)
+
+
+@pytest.mark.parametrize("unlike", ["epsilon", "bias", "apart"])
+def test_heads_of_q_and_k_keep_norms_that_differ(unlike: str) -> None:
+    graph = SmallGraph()
+    root, made = normed_heads(graph, bias=unlike == "bias", epsilon=1e-6 if unlike == "epsilon" else 1e-5)
+    if unlike == "apart":
+        graph.rewrite(made["k"], Op.VIEW, graph.node(made["k"]).inputs, ViewAttrs(Q_SIZE + KV_SIZE))
+    fuse_norm_rope(graph, (root,))
+    assert unchanged_by(fuse_qk_norm, graph, root)
 
 
 def test_a_product_takes_one_norm_only() -> None:

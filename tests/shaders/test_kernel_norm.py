@@ -36,9 +36,16 @@ def run(
     workgroup: int = 32,
     columns: int = 0,
     groups: int = 1,
+    first_groups: int = 0,
     view: tuple[int, int] = (0, 0),
+    residual: F32 | None = None,
+    turn: tuple[F32, F32, int, int] | None = None,
 ) -> Words:
-    """Normalize rows of `groups` groups each; `view` is where they start in a wider row of x, and its width."""
+    """Normalize rows of `groups` groups each.
+
+    `view` is where they start in a wider row of x, and its width; `turn` holds cos, sin, a head's size and how many
+    dimensions of it are turned.
+    """
     axes = axes_of(key)
     spec = {
         "WORKGROUP": subgroup() if axes["LANES"] == "subgroup" else workgroup,
@@ -46,13 +53,18 @@ def run(
         "EPSILON_BITS": bits(epsilon),
         "X_OFFSET": view[0],
         "X_STRIDE": view[1] or x.shape[1],
-        "ONE_WEIGHT": int(weight.size * groups == x.shape[1] and groups > 1),
+        "FIRST_GROUPS": first_groups,
+        "HAS_RESIDUAL": int(residual is not None),
+        "HEAD_DIM": turn[2] if turn else 1,
+        "ROTARY_DIM": turn[3] if turn else 0,
     }
     held = x
     if view[1]:
         held = poisoned((len(x), view[1]))
         held[:, view[0] : view[0] + x.shape[1]] = x
     buffers: dict[str, NDArray[Any]] = {"x": held, "weight": weight, "y": blank(x.size)}
+    buffers["residual"] = poisoned(x.shape) if residual is None else residual
+    buffers["rope_cos"], buffers["rope_sin"] = turn[:2] if turn else (poisoned((1,)), poisoned((1,)))
     if axes["NORM"] == "layer":
         spec["HAS_NORM_BIAS"] = int(bias is not None)
         buffers["bias"] = poisoned(weight.shape) if bias is None else bias
@@ -85,24 +97,59 @@ def test_rows_are_normalized(key: str, columns: int, workgroup: int) -> None:
         check(run(key, x, weight, shift, EPSILON, workgroup), *reference(key, x, weight, shift), roundings=8)
 
 
+def by_group(key: str, x: F32, groups: int, weights: F32, shifts: F32) -> tuple[F64, F64]:
+    """`reference` for each group of each row, with a row of `weights` and `shifts` for each group."""
+    columns = x.shape[1] // groups
+    parts = x.reshape(-1, groups, 1, columns)
+    pairs = [
+        reference(key, parts[at, group], weights[group], shifts[group]) for at, group in np.ndindex(len(x), groups)
+    ]
+    values, sizes = (np.concatenate([pair[at] for pair in pairs]).reshape(x.shape) for at in (0, 1))
+    return values, sizes
+
+
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("one_weight", [False, True])
-@pytest.mark.parametrize(("groups", "columns", "view"), [(3, 20, (0, 0)), (5, 37, (9, 201)), (2, 64, (128, 300))])
+@pytest.mark.parametrize(
+    ("groups", "first_groups", "columns", "view"),
+    [(3, 0, 20, (0, 0)), (3, 3, 20, (0, 0)), (5, 2, 37, (9, 201)), (5, 0, 37, (9, 201)), (2, 1, 64, (128, 300))],
+)
 def test_groups_of_a_row_are_normalized_apart(
-    key: str, groups: int, columns: int, view: tuple[int, int], one_weight: bool
+    key: str, groups: int, first_groups: int, columns: int, view: tuple[int, int]
 ) -> None:
-    rng = generator(key, groups, one_weight)
+    rng = generator(key, groups, first_groups)
     x = normal(rng, 4, groups * columns) * np.repeat(np.float32(10) ** np.arange(groups, dtype=np.float32), columns)
-    weight, bias = (normal(rng, columns if one_weight else groups * columns) for _ in range(2))
+    held = groups if first_groups == 0 else 1 + (first_groups < groups)
+    weight, bias = normal(rng, held, columns), normal(rng, held, columns)
+    which = np.arange(groups) if first_groups == 0 else (np.arange(groups) >= first_groups).astype(int)
     for shift in (None, bias):
-        out = run(key, x, weight, shift, groups=groups, view=view)
-        weights, shifts = (
-            np.resize(np.zeros(1, np.float32) if one is None else one, (4 * groups, columns)) for one in (weight, shift)
-        )
-        parts = zip(x.reshape(4 * groups, 1, columns), weights, shifts, strict=True)
-        pairs = [reference(key, *part) for part in parts]
-        expected, sizes = (np.concatenate([pair[at] for pair in pairs]).reshape(x.shape) for at in (0, 1))
-        check(out, expected, sizes, roundings=8)
+        out = run(key, x, weight, shift, groups=groups, first_groups=first_groups, view=view)
+        shifts = np.zeros_like(bias) if shift is None else shift
+        check(out, *by_group(key, x, groups, weight[which], shifts[which]), roundings=8)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize(("groups", "head_dim", "rotary_dim"), [(3, 20, 20), (1, 20, 12), (3, 64, 16)])
+def test_heads_are_turned_and_a_residual_added_afterwards(
+    key: str, groups: int, head_dim: int, rotary_dim: int
+) -> None:
+    """Whether a group is one head, or all of them are."""
+    rng = generator(key, groups, head_dim)
+    x, residual = normal(rng, 4, 3 * head_dim), normal(rng, 4, 3 * head_dim)
+    weight, bias = normal(rng, groups, 3 * head_dim // groups), normal(rng, groups, 3 * head_dim // groups)
+    cos, sin = normal(rng, 4, head_dim // 2), normal(rng, 4, head_dim // 2)
+    turn = (cos, sin, head_dim, rotary_dim)
+    shifts = bias if "layer" in key else np.zeros_like(bias)
+    values, sizes = (one.reshape(4, 3, head_dim) for one in by_group(key, x, groups, weight, shifts))
+    half = rotary_dim // 2
+    c, s = (one[:, None, :half].astype(np.float64) for one in (cos, sin))
+    a, b = values[..., :half].copy(), values[..., half:rotary_dim].copy()
+    values[..., :half], values[..., half:rotary_dim] = a * c - b * s, b * c + a * s
+    a, b, c, s = sizes[..., :half].copy(), sizes[..., half:rotary_dim].copy(), np.abs(c), np.abs(s)
+    sizes[..., :half], sizes[..., half:rotary_dim] = a * c + b * s, b * c + a * s
+    for extra in (None, residual):
+        out = run(key, x, weight, bias, groups=groups, residual=extra, turn=turn)
+        added = np.zeros((4, 3, head_dim)) if extra is None else extra.reshape(4, 3, head_dim)
+        check(out, values + added, sizes + np.abs(added), roundings=8)
 
 
 @pytest.mark.parametrize("key", KEYS)

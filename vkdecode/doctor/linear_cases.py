@@ -150,9 +150,11 @@ def check_norm(device: Device, lanes: Lanes, key: str) -> float:
     rng = generator(key)
     x, weight, bias = normal(rng, 3, COLUMNS), normal(rng, COLUMNS), normal(rng, COLUMNS)
     x[1] += np.float32(30)
-    buffers: dict[str, NDArray[Any]] = {"x": x, "weight": weight, "y": unset(3, COLUMNS)}
+    residual, nothing = normal(rng, 3, COLUMNS), unset(1)
+    buffers: dict[str, NDArray[Any]] = {"x": x, "weight": weight, "y": unset(3, COLUMNS), "residual": residual}
+    buffers |= {"rope_cos": nothing, "rope_sin": nothing}
     spec = {"WORKGROUP": lanes.workgroup, "COLUMNS": COLUMNS, "EPSILON_BITS": float_bits(EPSILON)}
-    spec |= {"X_OFFSET": 0, "X_STRIDE": COLUMNS, "ONE_WEIGHT": 0}
+    spec |= {"X_OFFSET": 0, "X_STRIDE": COLUMNS, "FIRST_GROUPS": 0, "HAS_RESIDUAL": 1, "HEAD_DIM": 1, "ROTARY_DIM": 0}
     epsilon = float(np.float32(EPSILON))
     if "NORM=layer" in key:
         buffers["bias"] = bias
@@ -162,6 +164,7 @@ def check_norm(device: Device, lanes: Lanes, key: str) -> float:
         )
     else:
         expected = references.rms_norm(x.astype(np.float64), weight.astype(np.float64), epsilon)
+    expected = expected + residual
     return error_of(floats(run_kernel(device, key, buffers, spec, (3, 1, 1))["y"]), expected)
 
 

@@ -14,6 +14,7 @@ from vkdecode.graph.nodes import (
     AttentionAttrs,
     KvWriteAttrs,
     LinearAttrs,
+    Node,
     NodeId,
     NormAttrs,
     Op,
@@ -22,6 +23,8 @@ from vkdecode.graph.nodes import (
     ViewAttrs,
     WeightSpec,
 )
+
+_NORMS = (Op.RMS_NORM, Op.LAYER_NORM)
 
 Roots = tuple[NodeId, ...]
 Fusion = Callable[[Graph, Roots], Roots]
@@ -136,7 +139,7 @@ def fuse_norm(graph: Graph, roots: Roots) -> Roots:
     """linear(norm(x)) normalizes while it reads x; each product that uses the norm does so for itself."""
     users = graph.consumers(roots)
     for node_id in graph.reachable(roots):
-        if graph.node(node_id).op not in (Op.RMS_NORM, Op.LAYER_NORM) or graph.attrs(node_id, NormAttrs).groups != 1:
+        if not _is_plain_norm(graph, node_id):
             continue
         x, *norm_weights = graph.node(node_id).inputs
         norm = "rms" if graph.node(node_id).op is Op.RMS_NORM else "layer"
@@ -151,6 +154,61 @@ def fuse_norm(graph: Graph, roots: Roots) -> Roots:
             epsilon = graph.attrs(node_id, NormAttrs).epsilon
             fused = replace(attrs, norm_epsilon=epsilon, norm=norm, norm_bias=len(norm_weights) == 2)
             graph.rewrite(product, Op.LINEAR, inputs, fused)
+    return roots
+
+
+def fuse_norm_residual(graph: Graph, roots: Roots) -> Roots:
+    """x + norm(y) adds x to what it normalized."""
+    users = graph.consumers(roots)
+    for node_id in graph.reachable(roots):
+        node = graph.node(node_id)
+        if node.op is not Op.ADD:
+            continue
+        for norm, residual in (node.inputs[::-1], node.inputs):
+            if _is_plain_norm(graph, norm) and len(users[norm]) == 1 and norm != residual:
+                attrs = replace(graph.attrs(norm, NormAttrs), residual=True)
+                graph.rewrite(node_id, graph.node(norm).op, [*graph.node(norm).inputs, residual], attrs)
+                break
+    return roots
+
+
+def fuse_norm_rope(graph: Graph, roots: Roots) -> Roots:
+    """rope(norm(x)) turns the heads as it normalizes them."""
+    users = graph.consumers(roots)
+    for node_id in graph.reachable(roots):
+        node = graph.node(node_id)
+        if node.op is not Op.ROPE or graph.node(node.inputs[0]).op not in _NORMS or len(users[node.inputs[0]]) != 1:
+            continue
+        norm, *angles = node.inputs
+        attrs = graph.attrs(norm, NormAttrs)
+        if attrs.rope is None and not attrs.residual:
+            fused = replace(attrs, rope=graph.attrs(node_id, RopeAttrs))
+            graph.rewrite(node_id, graph.node(norm).op, [*graph.node(norm).inputs, *angles], fused)
+    return roots
+
+
+def fuse_qk_norm(graph: Graph, roots: Roots) -> Roots:
+    """Norms of the heads of q and of k, which lie side by side in one product, become one; q and k are views of it."""
+    for node_id in graph.reachable(roots):
+        if graph.node(node_id).op is not Op.ATTENTION:
+            continue
+        q, k = (graph.node(one) for one in graph.node(node_id).inputs[:2])
+        if q == k or not _side_by_side(graph, q, k):
+            continue
+        first, second = (graph.attrs(one.id, NormAttrs) for one in (q, k))
+        specs = [graph.attrs(one.inputs[1], WeightSpec) for one in (q, k)]
+        weight = replace(
+            specs[0],
+            names=specs[0].names + specs[1].names,
+            part_rows=specs[0].part_rows + specs[1].part_rows,
+            picks=_picks(specs),
+        )
+        shape = (q.shape[0], q.shape[1] + k.shape[1])
+        both = graph.add_node(Op.VIEW, graph.node(q.inputs[0]).inputs, shape, graph.node(q.inputs[0]).attrs)
+        attrs = replace(first, groups=first.groups + second.groups)
+        fused = graph.add_node(q.op, [both, graph.weight(weight), *q.inputs[2:]], shape, attrs)
+        graph.rewrite(q.id, Op.VIEW, [fused], ViewAttrs(0))
+        graph.rewrite(k.id, Op.VIEW, [fused], ViewAttrs(q.shape[1]))
     return roots
 
 
@@ -183,6 +241,9 @@ FUSIONS: tuple[Fusion, ...] = (
     fuse_residual,
     fuse_activation,
     fuse_norm,
+    fuse_norm_residual,
+    fuse_norm_rope,
+    fuse_qk_norm,
     fuse_kv_write,
 )
 
@@ -192,6 +253,39 @@ def _product_behind(graph: Graph, node_id: NodeId) -> NodeId:
     while graph.node(node_id).op in (Op.ROPE, Op.RMS_NORM, Op.LAYER_NORM):
         node_id = graph.node(node_id).inputs[0]
     return node_id
+
+
+def _is_plain_norm(graph: Graph, node_id: NodeId) -> bool:
+    """Whether a node is a norm of whole rows that does nothing else."""
+    if graph.node(node_id).op not in _NORMS:
+        return False
+    attrs = graph.attrs(node_id, NormAttrs)
+    return attrs.groups == 1 and attrs.rope is None and not attrs.residual
+
+
+def _side_by_side(graph: Graph, q: Node, k: Node) -> bool:
+    """Whether two nodes are norms without bias, alike in all but their weights, of groups next to each other."""
+    if q.op is not k.op or q.op not in _NORMS or any(graph.node(one.inputs[0]).op is not Op.VIEW for one in (q, k)):
+        return False
+    first, second = (graph.attrs(one.id, NormAttrs) for one in (q, k))
+    if first.bias or second.bias or first.residual or second.residual or q.inputs[2:] != k.inputs[2:]:
+        return False
+    views = [graph.node(one.inputs[0]) for one in (q, k)]
+    start, end = (graph.attrs(view.id, ViewAttrs).offset for view in views)
+    plus_one = [graph.attrs(one.inputs[1], WeightSpec).plus_one for one in (q, k)]
+    return (
+        first.epsilon == second.epsilon
+        and _turned(first) == _turned(second)
+        and (first.first_groups, second.first_groups) in ((0, 0), (first.groups, second.groups))
+        and q.shape[1] // first.groups == k.shape[1] // second.groups
+        and views[0].inputs == views[1].inputs
+        and start + q.shape[1] == end
+        and plus_one[0] == plus_one[1]
+    )
+
+
+def _turned(attrs: NormAttrs) -> tuple[int, int] | None:
+    return (attrs.rope.head_dim, attrs.rope.rotary_dim) if attrs.rope else None
 
 
 def _takes_norm(graph: Graph, product: NodeId, norm: NodeId) -> bool:

@@ -148,12 +148,19 @@ class Graph:
 
     def rms_norm(self, x: NodeId, weight: NodeId, epsilon: float, groups: int = 1) -> NodeId:
         """Root-mean-square norm of each token, or of each of `groups` equal parts of it, such as heads."""
-        return self.add_node(Op.RMS_NORM, (x, weight), self.node(x).shape, NormAttrs(epsilon, groups))
+        return self.add_node(Op.RMS_NORM, (x, weight), self.node(x).shape, self._norm_attrs(x, weight, epsilon, groups))
 
     def layer_norm(self, x: NodeId, weight: NodeId, bias: NodeId | None, epsilon: float, groups: int = 1) -> NodeId:
         """Layer norm of each token: (x - mean) / sqrt(variance + epsilon) * weight + bias; Ba et al. 2016."""
         inputs = (x, weight) if bias is None else (x, weight, bias)
-        return self.add_node(Op.LAYER_NORM, inputs, self.node(x).shape, NormAttrs(epsilon, groups))
+        attrs = replace(self._norm_attrs(x, weight, epsilon, groups), bias=bias is not None)
+        return self.add_node(Op.LAYER_NORM, inputs, self.node(x).shape, attrs)
+
+    def _norm_attrs(self, x: NodeId, weight: NodeId, epsilon: float, groups: int) -> NormAttrs:
+        features, held = self.node(x).shape[1], self.node(weight).shape[0]
+        if features % groups or held not in (features, features // groups):
+            raise InvalidInputError(f"a norm of {features} features in {groups} groups has a weight of {held}")
+        return NormAttrs(epsilon, groups, groups if held != features else 0)
 
     def linear(self, x: NodeId, weight: NodeId, bias: NodeId | None = None) -> NodeId:
         """x [tokens, columns] times weight [rows, columns] transposed, plus bias [rows]."""

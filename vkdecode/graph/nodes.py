@@ -117,24 +117,6 @@ class KvAttrs:
 
 
 @dataclass(frozen=True)
-class NormAttrs:
-    """A norm's epsilon, and into how many groups of features it takes a token apart, each normalized by itself.
-
-    The weight is for all features, or for those of one group and then the same in each.
-    """
-
-    epsilon: float
-    groups: int = 1
-
-
-@dataclass(frozen=True)
-class FactorAttrs:
-    """The number that values are multiplied with, or the one that caps them."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
 class RopeAttrs:
     """Heads and dimensions of a rotation; `rotated_heads` heads turn, the others of `heads` pass unchanged."""
 
@@ -142,6 +124,30 @@ class RopeAttrs:
     rotated_heads: int
     head_dim: int
     rotary_dim: int
+
+
+@dataclass(frozen=True)
+class NormAttrs:
+    """A norm's epsilon, and into how many groups of features it takes a token apart, each normalized by itself.
+
+    The weight is for all features; or for those of one group and then the same in each; or for those of two, one for
+    the first `first_groups` and one for the others. Inputs: x, weight, bias, cos and sin where `rope` turns the heads
+    afterwards, and what is added then where `residual` says so.
+    """
+
+    epsilon: float
+    groups: int = 1
+    first_groups: int = 0
+    bias: bool = False
+    rope: RopeAttrs | None = None
+    residual: bool = False
+
+
+@dataclass(frozen=True)
+class FactorAttrs:
+    """The number that values are multiplied with, or the one that caps them."""
+
+    factor: float
 
 
 @dataclass(frozen=True)

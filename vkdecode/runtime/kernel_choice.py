@@ -147,7 +147,11 @@ def _embed(graph: Graph, node: Node, lanes: Lanes) -> Choice:
 
 def _norm(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     attrs = graph.attrs(node.id, NormAttrs)
-    x, weight, *bias = node.inputs
+    x, weight, *rest = node.inputs
+    # What the kernel does not read is bound to x.
+    bias = rest.pop(0) if attrs.bias else x
+    cos, sin = (rest.pop(0), rest.pop(0)) if attrs.rope else (x, x)
+    residual = rest.pop(0) if attrs.residual else x
     offset, stride = view_of(graph, x)
     constants = {
         "WORKGROUP": lanes.workgroup,
@@ -155,12 +159,15 @@ def _norm(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "EPSILON_BITS": float_bits(attrs.epsilon),
         "X_OFFSET": offset,
         "X_STRIDE": stride,
-        "ONE_WEIGHT": int(graph.node(weight).shape[0] != node.shape[1]),
+        "FIRST_GROUPS": attrs.first_groups,
+        "HAS_RESIDUAL": int(attrs.residual),
+        "HEAD_DIM": attrs.rope.head_dim if attrs.rope else 1,
+        "ROTARY_DIM": attrs.rope.rotary_dim if attrs.rope else 0,
     }
-    bindings = [x, weight, node.id]
+    bindings = [x, weight, node.id, residual, cos, sin]
     if node.op is Op.LAYER_NORM:
-        constants["HAS_NORM_BIAS"] = len(bias)
-        bindings += bias or [weight]  # a binding that the kernel does not read
+        constants["HAS_NORM_BIAS"] = int(attrs.bias)
+        bindings.append(bias)
     kernel = registry().get("norm", LANES=lanes.form, NORM="layer" if node.op is Op.LAYER_NORM else "rms")
     return Choice(kernel, tuple(bindings), constants, (node.shape[0], attrs.groups, 1), {})
 
