@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_files import convert_tiny
 from rungs import REGRESSION, check_reference, check_rungs, prompt_and_decode
 from safetensors.numpy import load_file
 from stepping import furthest, one_by_one, run
@@ -67,6 +68,15 @@ def test_without_fusions_the_result_is_the_same_within_rounding(
     with InferenceContext(device, fusions=()) as context:
         plain = prompt_and_decode(tiny_models(name, device), name, DecodeMode(), context, tokens=4)
     check_reference(name, *plain)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_gguf_file_gives_the_reference_too(tmp_path: Path, device: Device, name: str) -> None:
+    with (
+        load(convert_tiny(tmp_path / "model.gguf", TINY / name), device=device) as model,
+        InferenceContext(device) as context,
+    ):
+        check_reference(name, *prompt_and_decode(model, name, DecodeMode(), context, tokens=4))
 
 
 def test_every_model_type_has_a_reference() -> None:

@@ -191,7 +191,7 @@ class StepBuilder:
             self._cached_len,
             self._attended_len,
             self._token_count_sym,
-            self._extras,
+            extras=self._extras,
         )
 
     def _extra(self, name: str, shape: tuple[int, ...], dtype: DType = DType.F32) -> NodeId:
