@@ -36,7 +36,15 @@ class SmallGraph(Graph):
     def turned(self, x: NodeId, heads: int, rotary_dim: int = HEAD_DIM) -> NodeId:
         return self.rope(x, *self.angles(), heads, HEAD_DIM, rotary_dim)
 
-    def attend(self, q: NodeId, k: NodeId, v: NodeId, kv_offset: str = "device", arm: str = "bounded") -> NodeId:
+    def attend(
+        self,
+        q: NodeId,
+        k: NodeId,
+        v: NodeId,
+        kv_offset: str = "device",
+        arm: str = "bounded",
+        sinks: NodeId | None = None,
+    ) -> NodeId:
         """Attention over caches of layer 0."""
         on_device = kv_offset == "device"
         attrs = AttentionAttrs(
@@ -47,10 +55,11 @@ class SmallGraph(Graph):
             arm=arm,
             offset_on_device=on_device,
             attended_len=None if on_device else self.symbol("attended_len"),
+            sinks=sinks is not None,
         )
         mask = self.data("mask", (ROWS,)) if arm == "masked" else None
         offset = self.data("offset", (2,), DType.U32) if on_device and arm == "bounded" else None
-        return self.attention((q, k, v), self.caches(), self.token_count(), attrs, mask, offset)
+        return self.attention((q, k, v), self.caches(), self.token_count(), attrs, mask, offset, sinks)
 
     def caches(self) -> tuple[NodeId, NodeId]:
         shape = (KV_HEADS, ROWS, HEAD_DIM)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 from small_graphs import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SmallGraph
 
+from vkdecode.errors import InvalidInputError
+from vkdecode.gpu import Lanes
 from vkdecode.graph import (
     AttentionAttrs,
     LinearAttrs,
@@ -32,6 +34,7 @@ from vkdecode.graph.fusion import (
     fuse_qkv_rope,
     fuse_residual,
 )
+from vkdecode.runtime.kernel_choice import choose_kernel
 from vkdecode.weights import DType
 
 Q_SIZE, KV_SIZE = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
@@ -490,6 +493,35 @@ def test_on_the_device_offset_path_attention_writes_the_rows_itself(arm: str) ->
     assert graph.node(attention).inputs == ((*inputs, offset) if arm == "masked" else inputs)
     assert graph.node(attention).inputs[-1] == offset
     assert not any(graph.node(one).op is Op.KV_WRITE for one in graph.reachable((root, attention)))
+
+
+@pytest.mark.parametrize("arm", ["bounded", "masked"])
+@pytest.mark.parametrize("kv_offset", ["device", "symenv"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_attention_binds_sinks_mask_and_offset_under_their_names(arm: str, kv_offset: str, fused: bool) -> None:
+    graph = SmallGraph()
+    x = graph.hidden()
+    q, k, v = (graph.product(x, name, rows) for name, rows in (("q", Q_SIZE), ("k", KV_SIZE), ("v", KV_SIZE)))
+    sinks = graph.vector("sinks", HEADS)
+    attention = graph.attend(q, k, v, kv_offset, arm, sinks)
+    writes = (graph.write(k, 0, attention, kv_offset), graph.write(v, 1, attention, kv_offset))
+    if fused:
+        fuse_kv_write(graph, (attention, *writes))
+    choice = choose_kernel(graph, attention, Lanes("subgroup", 8, 8, 4, 8))
+    assert choice.spec["HAS_SINKS"] == 1
+    bound = {one.name: node for one, node in zip(choice.kernel.bindings, choice.bindings, strict=True)}
+    assert (bound["sinks"], bound["y"]) == (sinks, attention)
+    for name, there in (("mask", arm == "masked"), ("offset", kv_offset == "device" and (fused or arm == "bounded"))):
+        assert (name in bound) is there
+        assert not there or bound[name] == graph.find_data(name)
+
+
+def test_attention_takes_sinks_where_its_attributes_say_so() -> None:
+    graph = SmallGraph()
+    x = graph.hidden()
+    attrs = graph.attrs(graph.attend(x, x, x), AttentionAttrs)
+    with pytest.raises(InvalidInputError, match="sinks"):
+        graph.attention((x, x, x), graph.caches(), graph.token_count(), attrs, sinks=graph.vector("sinks", HEADS))
 
 
 @pytest.mark.parametrize("arm", ["bounded", "masked"])
