@@ -351,6 +351,8 @@ def a_step_that_does_not_fit_is_refused_untouched(bench: Bench) -> None:
     held = Held(bench)
     session, epoch = held.session, held.session.binding_epoch
     closed_model, closed_cache = bench.load_again(), held.model.new_kv_cache(ROWS)
+    few_positions = bench.models("gpt2")
+    too_long = few_positions.new_kv_cache(few_positions.config.max_position_embeddings + 1)
     closed_model.close()
     closed_cache.close()
     # What only looks like a cache or a context is named, and not used until something in it is missing.
@@ -365,10 +367,14 @@ def a_step_that_does_not_fit_is_refused_untouched(bench: Bench) -> None:
             (InvalidInputError, held.model, 1, held.kv, elsewhere),
             (InvalidInputError, bench.models("llama-tied-mqa"), 1, held.kv, held.context),
             (ContextLengthError, held.model, ROWS, held.kv, held.context),
+            (ContextLengthError, few_positions, too_long.max_seq_len, too_long, held.context),
             (InvalidInputError, held.model, 1, bench.cache_of_another_opening(ROWS), held.context),
         ):
             with pytest.raises(error):
                 model.forward_with_kv_context_persistent([3] * tokens, kv, context)
+    few_positions.forward([3], too_long)
+    assert too_long.cached_len == 1
+    too_long.close()
     assert held.session is session
     assert (session.binding_epoch, held.kv.cached_len) == (epoch, 1)
     stats = held.context.stats
