@@ -189,6 +189,13 @@ def test_gemma_3_turns_windowed_layers_at_a_base_of_their_own() -> None:
     np.testing.assert_array_equal(scaled.local.inv_freq, both.local.inv_freq)
 
 
+def test_smollm3_has_a_base_of_its_own() -> None:
+    wanted = rope_of("smollm3").inv_freq
+    np.testing.assert_array_equal(rope_of("smollm3", "rope_parameters").inv_freq, wanted)
+    np.testing.assert_array_equal(rope_of("smollm3", "rope_parameters", rope_theta=2e6).inv_freq, wanted)
+    assert rope_of("smollm3", "rope_parameters", rope_theta=5e6).inv_freq[1] < wanted[1]
+
+
 def test_cohere_turns_whole_heads_only() -> None:
     with pytest.raises(UnsupportedModelError, match="partial_rotary_factor"):
         rope_of("cohere", partial_rotary_factor=0.5)

@@ -17,7 +17,7 @@ from vkdecode.graph import NodeId
 from vkdecode.models.architecture import Architecture
 from vkdecode.models.blocks import RmsConfig, embed, gated_mlp, head_logits, qkv, rms_config
 from vkdecode.models.config import flag, known, layer_windows, number_or_none, positive_float, positive_int, refuse
-from vkdecode.models.rope import Rope, rope_from_config
+from vkdecode.models.rope import Rope, rope_from_config, with_rope_default
 from vkdecode.models.step_builder import StepBuilder
 from vkdecode.models.tensors import TensorTable
 
@@ -96,12 +96,8 @@ def rope_gemma3(config: Mapping[str, Any], c: GemmaConfig) -> Rope:
         both = [rope_from_config(text, c.head_dim, layer_type=kind) for kind in ("full_attention", "sliding_attention")]
         return replace(both[0], local=both[1])
     base = positive_float(text, "rope_local_base_freq", 10000.0)
-    # The base may lie beside the scaling or inside of it.
-    nested = any(
-        isinstance(text.get(key), Mapping) and "rope_theta" in text[key] for key in ("rope_parameters", "rope_scaling")
-    )
-    given = text if nested else {"rope_theta": 1e6, **text}
-    return replace(rope_from_config(given, c.head_dim), local=rope_from_config({"rope_theta": base}, c.head_dim))
+    made = rope_from_config(with_rope_default(text, "rope_theta", 1e6), c.head_dim)
+    return replace(made, local=rope_from_config({"rope_theta": base}, c.head_dim))
 
 
 def build_step(

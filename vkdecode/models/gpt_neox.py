@@ -13,7 +13,7 @@ from vkdecode.decode import KvGeometry, StepGraph, StepOptions
 from vkdecode.graph import NodeId, RowPick
 from vkdecode.models.architecture import Architecture
 from vkdecode.models.config import DecoderConfig, activation, decoder_sizes, flag, positive_float
-from vkdecode.models.rope import Rope, rope_from_config, with_default_part
+from vkdecode.models.rope import Rope, rope_from_config, with_rope_default
 from vkdecode.models.step_builder import StepBuilder
 from vkdecode.models.tensors import Part, TensorTable
 
@@ -45,7 +45,7 @@ def rope(config: Mapping[str, Any], c: GptNeoXConfig) -> Rope:
     """The rotation of the first quarter of each head, unless the config says another part, in its older words too."""
     older = {"partial_rotary_factor": config.get("rotary_pct"), "rope_theta": config.get("rotary_emb_base")}
     given = {**{key: value for key, value in older.items() if value is not None}, **config}
-    return rope_from_config(with_default_part(given, 0.25), c.head_dim)
+    return rope_from_config(with_rope_default(given, "partial_rotary_factor", 0.25), c.head_dim)
 
 
 def build_step(

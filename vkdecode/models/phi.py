@@ -13,7 +13,7 @@ from vkdecode.decode import KvGeometry, StepGraph, StepOptions
 from vkdecode.errors import UnsupportedModelError
 from vkdecode.models.architecture import Architecture
 from vkdecode.models.config import DecoderConfig, decoder_sizes, flag, known, positive_float, positive_int
-from vkdecode.models.rope import Rope, rope_from_config, with_default_part
+from vkdecode.models.rope import Rope, rope_from_config, with_rope_default
 from vkdecode.models.step_builder import StepBuilder
 from vkdecode.models.tensors import TensorTable
 
@@ -46,7 +46,7 @@ def parse_config(config: Mapping[str, Any]) -> PhiConfig:
 
 def rope(config: Mapping[str, Any], c: PhiConfig) -> Rope:
     """The rotation of the first half of each q and k head, unless the config says another part."""
-    return rope_from_config(with_default_part(config, _ROTARY_FACTOR), c.head_dim)
+    return rope_from_config(with_rope_default(config, "partial_rotary_factor", _ROTARY_FACTOR), c.head_dim)
 
 
 def build_step(c: PhiConfig, tensors: TensorTable, rotary_dim: int, options: StepOptions, kv: KvGeometry) -> StepGraph:

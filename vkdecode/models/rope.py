@@ -101,11 +101,11 @@ class _Params:
         return self.number("original_max_position_embeddings", self.max_position_embeddings)
 
 
-def with_default_part(config: Mapping[str, Any], part: float) -> Mapping[str, Any]:
-    """The config with `partial_rotary_factor` where it gives none: the part of each head that a family turns then."""
-    inner = config.get("rope_parameters")
-    given = "partial_rotary_factor" in config or (isinstance(inner, Mapping) and "partial_rotary_factor" in inner)
-    return config if given else {**config, "partial_rotary_factor": part}
+def with_rope_default(config: Mapping[str, Any], key: str, value: float) -> Mapping[str, Any]:
+    """The config with `rope_theta` or `partial_rotary_factor` as a family has it where the config gives none."""
+    inner = [config.get(name) for name in ("rope_parameters", "rope_scaling")]
+    given = config.get(key) is not None or any(isinstance(one, Mapping) and one.get(key) is not None for one in inner)
+    return config if given else {**config, key: value}
 
 
 def rope_from_config(

@@ -15,6 +15,7 @@ from vkdecode.errors import ConfigError
 from vkdecode.models.architecture import Architecture
 from vkdecode.models.blocks import RmsConfig, embed, head_logits, pre_norm_layer, rms_config
 from vkdecode.models.config import flag, known, layer_windows, positive_int, size_or_none
+from vkdecode.models.rope import Rope, rope_from_config, with_rope_default
 from vkdecode.models.step_builder import StepBuilder
 from vkdecode.models.tensors import TensorTable
 
@@ -56,6 +57,11 @@ def _turned(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
     return tuple(bool(one) for one in given)
 
 
+def rope(config: Mapping[str, Any], c: SmolLM3Config) -> Rope:
+    """The rotation of the layers that have one."""
+    return rope_from_config(with_rope_default(config, "rope_theta", 2e6), c.head_dim)
+
+
 def build_step(
     c: SmolLM3Config, tensors: TensorTable, rotary_dim: int, options: StepOptions, kv: KvGeometry
 ) -> StepGraph:
@@ -68,4 +74,4 @@ def build_step(
     return b.finish(head_logits(b, x, c) if b.wants_logits() else x)
 
 
-ARCHITECTURE = Architecture(parse_config, build_step)
+ARCHITECTURE = Architecture(parse_config, build_step, rope)

@@ -14,7 +14,7 @@ from vkdecode.graph import NodeId
 from vkdecode.models.architecture import Architecture
 from vkdecode.models.blocks import embed, gated_mlp, qkv
 from vkdecode.models.config import DecoderConfig, decoder_sizes, flag, known, positive_float
-from vkdecode.models.rope import Rope, rope_from_config, with_default_part
+from vkdecode.models.rope import Rope, rope_from_config, with_rope_default
 from vkdecode.models.step_builder import StepBuilder
 from vkdecode.models.tensors import TensorTable
 
@@ -45,7 +45,7 @@ def parse_config(config: Mapping[str, Any]) -> StableLmConfig:
 
 def rope(config: Mapping[str, Any], c: StableLmConfig) -> Rope:
     """The rotation of the first quarter of each head, unless the config says another part."""
-    return rope_from_config(with_default_part(config, 0.25), c.head_dim)
+    return rope_from_config(with_rope_default(config, "partial_rotary_factor", 0.25), c.head_dim)
 
 
 def build_step(
