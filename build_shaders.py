@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import itertools
 import json
+import re
 import shutil
 import struct
 import subprocess
@@ -109,7 +110,8 @@ def reflect(code: bytes) -> dict[str, Any]:
         elif opcode == 59:
             variables.append((body[1], body[0], body[2]))
         at += count
-    bindings, push = [], []
+    bindings: list[tuple[int, dict[str, str]]] = []
+    push: list[str] = []
     for variable, pointer, storage_class in variables:
         struct_type = pointers[pointer]
         marks = {**decorations.get(variable, {}), **dict.fromkeys(member_decorations.get(struct_type, set()), 1)}
@@ -117,6 +119,11 @@ def reflect(code: bytes) -> dict[str, Any]:
             push = [name for (owner, _), name in sorted(members.items()) if owner == struct_type]
         elif 33 in marks:
             access = "read" if 24 in marks else "write" if 25 in marks else "readwrite"
+            # A second declaration of a binding is another view of the same buffer; the first one names it.
+            if any(number == marks[33] for number, _ in bindings):
+                if access != "read":
+                    raise BuildError(f"binding {marks[33]} is declared twice and not readonly")
+                continue
             bindings.append((marks[33], {"name": members[struct_type, 0], "access": access}))
     # local_size_x_id makes a nameless second constant with the id of WORKGROUP.
     spec = sorted((marks[1], names[target]) for target, marks in decorations.items() if 1 in marks and target in names)
@@ -138,17 +145,47 @@ def text(words: tuple[int, ...]) -> str:
     return struct.pack(f"<{len(words)}I", *words).split(b"\0", 1)[0].decode()
 
 
-def compile_one(shader: Shader, variant: Variant, scratch: Path) -> dict[str, Any]:
-    """Compile one variant into `scratch` and return its manifest entry."""
+def sources_of(path: Path) -> list[Path]:
+    """A shader and the files that it includes, directly or not."""
+    found = [path]
+    for one in found:
+        names = re.findall(r'^ *#include "([^"]+)"', one.read_text(), re.MULTILINE)
+        found += [file for file in (SOURCES / name for name in names) if file not in found]
+    return found
+
+
+def hash_of(*parts: bytes) -> str:
+    """One hash of all of these."""
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def compile_one(shader: Shader, variant: Variant, scratch: Path, held: dict[str, Any]) -> dict[str, Any]:
+    """Put one variant's blob into `scratch` and return its manifest entry; what is up to date is only copied.
+
+    Args:
+        shader: the source.
+        variant: which variant of it.
+        scratch: where to put the blob.
+        held: the manifest entries of the last build.
+
+    """
     key = kernel_key(shader.name, variant)
     file = "-".join([shader.name, *(value for _, value in variant)]) + ".spv"
     target = scratch / file
+    sources = [one.read_bytes() for one in sources_of(shader.path)]
+    made_from = hash_of(Path(__file__).read_bytes(), *sources, str(bool(shutil.which("spirv-opt"))).encode())
+    old_entry: dict[str, Any] = held.get(key, {})
+    if old_entry.get("made_from") == made_from and old_entry.get("file") == file and (OUTPUT / file).is_file():
+        code = (OUTPUT / file).read_bytes()
+        if hashlib.sha256(code).hexdigest() == old_entry.get("sha256"):
+            target.write_bytes(code)
+            return old_entry
     command = ["glslangValidator", *TARGET, f"-I{SOURCES}", *macros(variant), "-o", str(target), str(shader.path)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         message = next((line for line in done.stdout.splitlines() if line.startswith("ERROR")), done.stdout.strip())
         raise BuildError(f"{key}: {message}")
-    entry = {"file": file, **reflect(target.read_bytes())}
+    entry = {"file": file, "made_from": made_from, **reflect(target.read_bytes())}
     if shutil.which("spirv-opt"):
         subprocess.run(["spirv-opt", "-O", str(target), "-o", str(target)], check=True, capture_output=True)
     return {**entry, "sha256": hashlib.sha256(target.read_bytes()).hexdigest()}
@@ -158,6 +195,14 @@ def source_hashes() -> dict[str, str]:
     """Hash of every file that the blobs are made from."""
     files = sorted([*SOURCES.glob("*.comp"), *SOURCES.glob("*.glsl")])
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def last_kernels(manifest: Path) -> dict[str, Any]:
+    """The manifest entries of the last build; none where there was none."""
+    try:
+        return dict(json.loads(manifest.read_text())["kernels"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def up_to_date(manifest: Path, build: dict[str, str]) -> bool:
@@ -181,11 +226,12 @@ def build(force: bool) -> str:
         return "shaders are up to date"
     shaders = [parse_shader(path) for path in sorted(SOURCES.glob("*.comp"))]
     jobs = [(shader, variant) for shader in shaders for variant in shader.variants]
+    old = {} if force else last_kernels(manifest)
     OUTPUT.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=OUTPUT) as folder:
         scratch = Path(folder)
         with ThreadPoolExecutor() as pool:
-            entries = list(pool.map(lambda job: compile_one(job[0], job[1], scratch), jobs))
+            entries = list(pool.map(lambda job: compile_one(job[0], job[1], scratch, old), jobs))
         kernels = {
             kernel_key(shader.name, variant): entry for (shader, variant), entry in zip(jobs, entries, strict=True)
         }
@@ -199,7 +245,8 @@ def build(force: bool) -> str:
         for stale in OUTPUT.glob("*.spv"):
             if stale.name not in made:
                 stale.unlink()
-    return f"compiled {len(jobs)} kernels from {len(shaders)} shaders"
+    new = sum(entry is not old.get(key) for key, entry in kernels.items())
+    return f"compiled {new} of {len(jobs)} kernels from {len(shaders)} shaders"
 
 
 def main() -> int:

@@ -36,4 +36,12 @@ float softcap(float x, float cap) {
     return cap - 2.0 * cap / (exp(2.0 * x / cap) + 1.0);
 }
 
+// The activation of a specialization constant, as runtime/kernel_choice.py numbers them.
+float activation(float x, uint kind) {
+    if (kind == 1) return silu(x);
+    if (kind == 2) return gelu_tanh(x);
+    if (kind == 3) return gelu(x);
+    return x;
+}
+
 #endif

@@ -1,10 +1,10 @@
 #version 450
-//! variants DTYPE=f32,f16,bf16 PART=0,1
+//! variants DTYPE=f32,f16,bf16,q4_0,q4_1,q5_0,q5_1,q8_0,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl PART=0,1
 // y[token] = row token_ids[token] of the embedding, which may be the output head's own storage (tied weights).
 // With PART the storage holds ROW_COUNT rows from FIRST_ROW on, and tokens of other rows keep what another
 // part gave, or 0 where there is none yet.
 #extension GL_GOOGLE_include_directive : require
-#include "weights.glsl"
+#extension GL_EXT_control_flow_attributes : require
 
 layout(local_size_x_id = 0) in;
 layout(constant_id = 0) const uint WORKGROUP = 32;
@@ -16,12 +16,21 @@ layout(constant_id = 4) const uint ROW_COUNT = 1;
 layout(constant_id = 5) const uint HAS_OTHERS = 0;
 #endif
 
-layout(std430, binding = 0) readonly buffer Weight { uvec4 weight[]; };
+layout(std430, binding = 0) readonly buffer Weight { uint weight[]; };
 layout(std430, binding = 1) readonly buffer TokenIds { uint token_ids[]; };
 layout(std430, binding = 2) writeonly buffer Y { float y[]; };
 #if PART
 layout(std430, binding = 3) readonly buffer Others { float others[]; };
 #endif
+
+uint row_tile;
+
+// Of a block's rows only this one is wanted.
+uvec4 load_words(uint at) {
+    return uvec4(weight[4 * at + row_tile], 0, 0, 0);
+}
+
+#include "weights.glsl"
 
 void main() {
     const uint chunks = (COLUMNS + PACK - 1) / PACK;
@@ -39,11 +48,12 @@ void main() {
     }
     row -= FIRST_ROW;
 #endif
-    uvec4 packed = weight[(row / TILE * chunks + chunk) * TILE + row % TILE];
-    for (uint pair = 0; pair < PACK / 2; ++pair) {
-        vec2 value = unpack_pair(packed, pair);
-        uint column = chunk * PACK + 2 * pair;
-        if (column < COLUMNS) y[token * COLUMNS + column] = value.x;
-        if (column + 1 < COLUMNS) y[token * COLUMNS + column + 1] = value.y;
+    row_tile = row / TILE % ROW_TILES;
+    Chunk held = load_chunk(row / (TILE * ROW_TILES), chunk, row % TILE);
+    [[dont_unroll]] for (uint j = 0; j < 4; ++j) {
+        [[unroll]] for (uint l = 0; l < PACK / 4; ++l) {
+            uint column = chunk * PACK + 4 * l + j;
+            if (column < COLUMNS) y[token * COLUMNS + column] = weight_at(held, 0, l, j);
+        }
     }
 }

@@ -1,5 +1,6 @@
 #version 450
-//! variants LANES=subgroup,shared DTYPE=f32,f16,bf16 TOKENS=1,8 NORM=none,rms,layer EPILOGUE=none,add,rope,gated,gelu_tanh
+//! variants LANES=subgroup,shared DTYPE=f32,f16,bf16,q4_0,q4_1,q5_0,q5_1,q8_0,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl
+//! variants TOKENS=1,8 EPILOGUE=plain,rope,gated
 // y = epilogue(W . norm(x)) for one token (decode) or tiles of TOKENS tokens (prefill).
 //
 // Lanes lie along rows: each lane owns ROW_TILES rows, one in each of as many tiles, so that no sum crosses lanes and a pair of
@@ -7,14 +8,7 @@
 // share the columns and add up at the end, which fills a wide device.
 #extension GL_GOOGLE_include_directive : require
 #include "lanes.glsl"
-#include "weights.glsl"
 #include "activations.glsl"
-
-#ifdef LANES_SUBGROUP
-#define ROW_TILES 4
-#else
-#define ROW_TILES 2
-#endif
 
 layout(constant_id = 1) const uint TILE = 32;
 layout(constant_id = 2) const uint COLUMNS = 64;
@@ -27,71 +21,79 @@ layout(constant_id = 8) const uint HEAD_DIM = 2;      // rope only, like the two
 layout(constant_id = 9) const uint ROTARY_DIM = 2;
 layout(constant_id = 10) const uint ROTARY_HEADS = 0; // q and k heads; the heads after them are v and pass unrotated
 layout(constant_id = 11) const uint X_CHUNK = 64;     // columns staged in shared memory at a time
-#ifdef NORM_LAYER
-layout(constant_id = 12) const uint HAS_NORM_BIAS = 0;
+layout(constant_id = 12) const uint NORM = 0;         // 0 none, 1 RMS, 2 layer norm
+layout(constant_id = 13) const uint HAS_NORM_BIAS = 0;
+layout(constant_id = 14) const uint ACTIVATION = 0;   // of the sums, or of a pair's first; see activations.glsl
+#ifdef EPILOGUE_PLAIN
+layout(constant_id = 15) const uint HAS_RESIDUAL = 0;
 #endif
 
+// What a dispatch does not use is bound to some other buffer.
 layout(std430, binding = 0) readonly buffer Weight { uvec4 weight[]; };
 layout(std430, binding = 1) readonly buffer X { float x[]; };
+layout(std430, binding = 1) readonly buffer X4 { vec4 x4[]; };  // the same, where rows are whole vectors
 layout(std430, binding = 2) readonly buffer Bias { float bias[]; };
 layout(std430, binding = 3) writeonly buffer Y { float y[]; };
-#if defined(NORM_LAYER)
 layout(std430, binding = 4) readonly buffer NormWeight { float norm_weight[]; };
+layout(std430, binding = 4) readonly buffer NormWeight4 { vec4 norm_weight4[]; };
 layout(std430, binding = 5) readonly buffer NormBias { float norm_bias[]; };
-#define NEXT_BINDING 6
-#elif defined(NORM_RMS)
-layout(std430, binding = 4) readonly buffer NormWeight { float norm_weight[]; };
-#define NEXT_BINDING 5
+#if defined(EPILOGUE_ROPE)
+layout(std430, binding = 6) readonly buffer RopeCos { float rope_cos[]; };
+layout(std430, binding = 7) readonly buffer RopeSin { float rope_sin[]; };
+#define NEXT_BINDING 8
+#elif defined(EPILOGUE_PLAIN)
+layout(std430, binding = 6) readonly buffer Residual { float residual[]; };
+#define NEXT_BINDING 7
 #else
-#define NEXT_BINDING 4
-#endif
-#ifdef EPILOGUE_ADD
-layout(std430, binding = NEXT_BINDING) readonly buffer Residual { float residual[]; };
-#endif
-#ifdef EPILOGUE_ROPE
-layout(std430, binding = NEXT_BINDING) readonly buffer RopeCos { float rope_cos[]; };
-layout(std430, binding = NEXT_BINDING + 1) readonly buffer RopeSin { float rope_sin[]; };
+#define NEXT_BINDING 6
 #endif
 #if TOKENS > 1
-#if defined(EPILOGUE_ROPE)
-layout(std430, binding = NEXT_BINDING + 2) readonly buffer TokenCount { uint token_count[]; };
-#elif defined(EPILOGUE_ADD)
-layout(std430, binding = NEXT_BINDING + 1) readonly buffer TokenCount { uint token_count[]; };
-#else
 layout(std430, binding = NEXT_BINDING) readonly buffer TokenCount { uint token_count[]; };
 #endif
-#endif
+
+uvec4 load_words(uint at) {
+    return weight[at];
+}
+
+#include "weights.glsl"
 
 const uint CHUNKS = (COLUMNS + PACK - 1) / PACK;
 
-#ifdef NORM_LAYER
 float norm_mean[TOKENS];
 float norm_scale[TOKENS];
-#endif
 
-// x of the t-th token of this tile, normalized; RMS norm leaves its factor to the finished sums.
+// A column of x of the t-th token of this tile, normalized; an RMS norm leaves its factor to the finished sums.
 float load_x(uint first_token, uint t, uint column) {
-    float value = 0.0;
-    if (COLUMNS % PACK == 0 || column < COLUMNS) {
-        value = x[(first_token + t) * COLUMNS + column];
-#ifdef NORM_RMS
-        value *= norm_weight[column];
-#endif
-#ifdef NORM_LAYER
-        value = (value - norm_mean[t]) * norm_scale[t] * norm_weight[column];
-        if (HAS_NORM_BIAS != 0) value += norm_bias[column];
-#endif
-    }
+    if (COLUMNS % PACK != 0 && column >= COLUMNS) return 0.0;
+    float value = x[(first_token + t) * COLUMNS + column];
+    if (NORM == 2) value = (value - norm_mean[t]) * norm_scale[t];
+    if (NORM != 0) value *= norm_weight[column];
+    if (NORM == 2 && HAS_NORM_BIAS != 0) value += norm_bias[column];
     return value;
 }
 
-#ifdef NORM_LAYER
-// Mean and 1 / sqrt(variance + epsilon) of a token, in two passes so that a large mean costs no accuracy; Ba et al. 2016.
+// Four columns from a multiple of four on.
+vec4 load_x4(uint first_token, uint t, uint column) {
+    if (COLUMNS % 4 != 0 || NORM == 2) {
+        vec4 values;
+        [[unroll]] for (uint i = 0; i < 4; ++i) values[i] = load_x(first_token, t, column + i);
+        return values;
+    }
+    if (COLUMNS % PACK != 0 && column >= COLUMNS) return vec4(0.0);
+    vec4 values = x4[((first_token + t) * COLUMNS + column) / 4];
+    return NORM == 0 ? values : values * norm_weight4[column / 4];
+}
+
+// RMS norm: 1 / sqrt(mean(x^2) + epsilon), applied to the finished sums; Zhang and Sennrich 2019. Layer norm: the mean too, in two
+// passes so that a large one costs no accuracy; Ba et al. 2016.
 void measure(uint first_token, uint t) {
     uint start = (first_token + t) * COLUMNS;
-    float sum = 0.0;
-    [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) sum += x[start + column];
-    float mean = lane_sum(sum) / float(COLUMNS);
+    float mean = 0.0;
+    if (NORM == 2) {
+        float sum = 0.0;
+        [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) sum += x[start + column];
+        mean = lane_sum(sum) / float(COLUMNS);
+    }
     float squares = 0.0;
     [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) {
         float distance = x[start + column] - mean;
@@ -100,19 +102,6 @@ void measure(uint first_token, uint t) {
     norm_mean[t] = mean;
     norm_scale[t] = inversesqrt(lane_sum(squares) / float(COLUMNS) + uintBitsToFloat(EPSILON_BITS));
 }
-#endif
-
-#ifdef NORM_RMS
-// 1 / sqrt(mean(x^2) + epsilon), applied to the finished sums; Zhang and Sennrich 2019, "Root Mean Square Layer Normalization".
-float inverse_rms(uint token) {
-    float sum = 0.0;
-    [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) {
-        float value = x[token * COLUMNS + column];
-        sum = fma(value, value, sum);
-    }
-    return inversesqrt(lane_sum(sum) / float(COLUMNS) + uintBitsToFloat(EPSILON_BITS));
-}
-#endif
 
 void store_block(uint first_tile, uint lane, uint first_token, float sums[ROW_TILES][TOKENS]) {
 #if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
@@ -130,7 +119,7 @@ void store_block(uint first_tile, uint lane, uint first_token, float sums[ROW_TI
             float b = sums[r + 1][t] + bias_b;
             uint token = first_token + t;
 #ifdef EPILOGUE_GATED
-            y[token * OUTPUTS + pair] = silu(a) * b;
+            y[token * OUTPUTS + pair] = activation(a, ACTIVATION) * b;
 #else
             const uint half_dim = HEAD_DIM / 2;
             uint head = pair / half_dim;
@@ -156,13 +145,8 @@ void store_block(uint first_tile, uint lane, uint first_token, float sums[ROW_TI
         float row_bias = 0.0;
         if (HAS_BIAS != 0) row_bias = bias[row];
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-            float value = sums[r][t] + row_bias;
-#ifdef EPILOGUE_ADD
-            value += residual[(first_token + t) * OUTPUTS + row];
-#endif
-#ifdef EPILOGUE_GELU_TANH
-            value = gelu_tanh(value);
-#endif
+            float value = activation(sums[r][t] + row_bias, ACTIVATION);
+            if (HAS_RESIDUAL != 0) value += residual[(first_token + t) * OUTPUTS + row];
             y[(first_token + t) * OUTPUTS + row] = value;
         }
     }
@@ -171,42 +155,94 @@ void store_block(uint first_tile, uint lane, uint first_token, float sums[ROW_TI
 
 #ifdef LANES_SUBGROUP
 
-// One chunk's columns of x are spread over the lanes; each is handed round by a shuffle with a constant index.
-const uint SPREAD = TILE < PACK ? TILE : PACK;
-const uint X_REGISTERS = PACK / SPREAD;
+// A chunk of x is spread over the lanes, four columns each; they are handed round by shuffles with constant indices.
+const uint SPREAD = TILE < PACK / 4 ? TILE : PACK / 4;
+vec4 held_x[TOKENS][PACK / 4 / SPREAD];
+#define X_AT(t, l, j) subgroupShuffle(held_x[t][(l) / SPREAD][j], (l) % SPREAD)
 
-void accumulate(uint first_tile, uint lane, uint first_token, inout float sums[ROW_TILES][TOKENS]) {
-    [[dont_unroll]] for (uint chunk = 0; chunk < CHUNKS; ++chunk) {
-        float held[TOKENS][X_REGISTERS];
-        [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-            [[unroll]] for (uint j = 0; j < X_REGISTERS; ++j) {
-                held[t][j] = load_x(first_token, t, chunk * PACK + j * SPREAD + lane % SPREAD);
-            }
-        }
-        uvec4 packed[ROW_TILES];
-        [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-            packed[r] = weight[((first_tile + r) * CHUNKS + chunk) * TILE + lane];
-        }
-        [[unroll]] for (uint pair = 0; pair < PACK / 2; ++pair) {
-            vec2 w[ROW_TILES];
-            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) w[r] = unpack_pair(packed[r], pair);
+#else
+
+const uint SPLIT = WORKGROUP / TILE;
+shared float staged[TOKENS * X_CHUNK];
+uint staged_at;
+#define X_AT(t, l, j) staged[(t) * X_CHUNK + staged_at + 4 * (l) + (j)]
+
+#endif
+
+#if TOKENS > 1
+
+void add_chunk(uint block, uint chunk, uint lane, inout float sums[ROW_TILES][TOKENS]) {
+    Chunk held = load_chunk(block, chunk, lane);
+    [[dont_unroll]] for (uint j = 0; j < 4; ++j) {
+        [[unroll]] for (uint l = 0; l < PACK / 4; ++l) {
+            float w[ROW_TILES];
+            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) w[r] = weight_at(held, r, l, j);
             [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-                float x0 = subgroupShuffle(held[t][2 * pair / SPREAD], 2 * pair % SPREAD);
-                float x1 = subgroupShuffle(held[t][(2 * pair + 1) / SPREAD], (2 * pair + 1) % SPREAD);
-                [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-                    sums[r][t] = fma(w[r].y, x1, fma(w[r].x, x0, sums[r][t]));
-                }
+                float value = X_AT(t, l, j);
+                [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) sums[r][t] = fma(w[r], value, sums[r][t]);
             }
+        }
+    }
+}
+
+#elif !defined(IN_BLOCKS)
+
+void add_chunk(uint block, uint chunk, uint lane, inout float sums[ROW_TILES][TOKENS]) {
+    [[unroll]] for (uint l = 0; l < PACK / 4; ++l) {
+        Part part = load_part(block, chunk, lane, l);
+        [[unroll]] for (uint j = 0; j < 4; ++j) {
+            float value = X_AT(0, l, j);
+            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) sums[r][0] = fma(part_at(part, r, j), value, sums[r][0]);
         }
     }
 }
 
 #else
 
-const uint SPLIT = WORKGROUP / TILE;
-shared float staged[TOKENS * X_CHUNK];
+// For one token the scales are left to the finished sums of a group: sum(x (a q + b)) = a sum(x q) + b sum(x).
+void add_chunk(uint block, uint chunk, uint lane, inout float sums[ROW_TILES][TOKENS]) {
+    Chunk held = load_chunk(block, chunk, lane);
+    float dots[ROW_TILES][PACK / GROUP];
+    float totals[PACK / GROUP];
+    [[unroll]] for (uint g = 0; g < PACK / GROUP; ++g) {
+        totals[g] = 0.0;
+        [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) dots[r][g] = 0.0;
+    }
+    [[unroll]] for (uint l = 0; l < PACK / 4; ++l) {
+        [[unroll]] for (uint j = 0; j < 4; ++j) {
+            float value = X_AT(0, l, j);
+            totals[GROUP_OF(l)] += value;
+            value *= raw_scale(l, j);
+            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
+                dots[r][GROUP_OF(l)] = fma(raw_at(held, r, l, j), value, dots[r][GROUP_OF(l)]);
+            }
+        }
+    }
+    [[unroll]] for (uint g = 0; g < PACK / GROUP; ++g) {
+        [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
+            sums[r][0] = fma(held.affine[r][g].x, dots[r][g], fma(held.affine[r][g].y, totals[g], sums[r][0]));
+        }
+    }
+}
 
-void accumulate(uint first_tile, uint lane, uint first_token, inout float sums[ROW_TILES][TOKENS]) {
+#endif
+
+#ifdef LANES_SUBGROUP
+
+void accumulate(uint block, uint lane, uint first_token, inout float sums[ROW_TILES][TOKENS]) {
+    [[dont_unroll]] for (uint chunk = 0; chunk < CHUNKS; ++chunk) {
+        [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
+            [[unroll]] for (uint i = 0; i < PACK / 4 / SPREAD; ++i) {
+                held_x[t][i] = load_x4(first_token, t, chunk * PACK + 4 * (i * SPREAD + lane % SPREAD));
+            }
+        }
+        add_chunk(block, chunk, lane, sums);
+    }
+}
+
+#else
+
+void accumulate(uint block, uint lane, uint first_token, inout float sums[ROW_TILES][TOKENS]) {
     const uint chunks_per_stage = X_CHUNK / PACK;
     [[dont_unroll]] for (uint base = 0; base < CHUNKS; base += chunks_per_stage) {
         barrier();
@@ -219,21 +255,8 @@ void accumulate(uint first_tile, uint lane, uint first_token, inout float sums[R
         barrier();
         uint end = min(base + chunks_per_stage, CHUNKS);
         [[dont_unroll]] for (uint chunk = base + LANE / TILE; chunk < end; chunk += SPLIT) {
-            uvec4 packed[ROW_TILES];
-            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-                packed[r] = weight[((first_tile + r) * CHUNKS + chunk) * TILE + lane];
-            }
-            [[unroll]] for (uint pair = 0; pair < PACK / 2; ++pair) {
-                [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-                    uint at = t * X_CHUNK + (chunk - base) * PACK + 2 * pair;
-                    float x0 = staged[at];
-                    float x1 = staged[at + 1];
-                    [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-                        vec2 w = unpack_pair(packed[r], pair);
-                        sums[r][t] = fma(w.y, x1, fma(w.x, x0, sums[r][t]));
-                    }
-                }
-            }
+            staged_at = (chunk - base) * PACK;
+            add_chunk(block, chunk, lane, sums);
         }
     }
     if (SPLIT > 1) {
@@ -258,34 +281,30 @@ void main() {
 #if TOKENS > 1
     if (first_token >= token_count[0]) return;
 #endif
-#ifdef NORM_RMS
-    float scale[TOKENS];
-    [[unroll]] for (uint t = 0; t < TOKENS; ++t) scale[t] = inverse_rms(first_token + t);
-#endif
-#ifdef NORM_LAYER
-    [[unroll]] for (uint t = 0; t < TOKENS; ++t) measure(first_token, t);
-#endif
+    if (NORM != 0) {
+        [[unroll]] for (uint t = 0; t < TOKENS; ++t) measure(first_token, t);
+    }
 #if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
     const uint tiles = (ROWS + TILE - 1) / TILE * 2;
 #else
     const uint tiles = (ROWS + TILE - 1) / TILE;
 #endif
     [[dont_unroll]] for (uint group = 0; group < GROUPS; ++group) {
-        uint first_tile = (gl_WorkGroupID.x * GROUPS + group) * ROW_TILES;
-        if (first_tile >= tiles) break;
+        uint block = gl_WorkGroupID.x * GROUPS + group;
+        if (block * ROW_TILES >= tiles) break;
         float sums[ROW_TILES][TOKENS];
         [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
             [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[r][t] = 0.0;
         }
-        accumulate(first_tile, lane, first_token, sums);
-#ifdef NORM_RMS
-        [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-            [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[r][t] *= scale[t];
+        accumulate(block, lane, first_token, sums);
+        if (NORM == 1) {
+            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
+                [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[r][t] *= norm_scale[t];
+            }
         }
-#endif
 #ifdef LANES_SHARED
         if (LANE < TILE)
 #endif
-        store_block(first_tile, lane, first_token, sums);
+        store_block(block * ROW_TILES, lane, first_token, sums);
     }
 }

@@ -5,16 +5,15 @@
 // Each lane leaves its sum, its maximum and what it got from its neighbours; lane 0 leaves the numbers behind those.
 #extension GL_GOOGLE_include_directive : require
 #define LANES_SHARED
-#define DTYPE_BF16
 #define KV_F16
 #include "lanes.glsl"
-#include "weights.glsl"
+#include "bfloat16.glsl"
 #include "kv_cache.glsl"
 #include "activations.glsl"
 
 layout(constant_id = 1) const uint ROUNDS = 1;   // how often values are handed on
 layout(constant_id = 2) const uint HALVES = 1;   // words of two float16
-layout(constant_id = 3) const uint BFLOATS = 4;  // words of two bfloat16, a multiple of 4
+layout(constant_id = 3) const uint BFLOATS = 4;  // words of two bfloat16
 layout(constant_id = 4) const uint PACKED = 4;   // float32 to be stored as float16, a multiple of 4
 layout(constant_id = 5) const uint SELECTS = 1;  // pairs of a value and its mask; a negative mask hides
 layout(constant_id = 6) const uint EXPS = 1;
@@ -37,14 +36,10 @@ void check_numbers(uint target) {
         result[target++] = floatBitsToUint(value.x);
         result[target++] = floatBitsToUint(value.y);
     }
-    [[dont_unroll]] for (uint i = 0; i < BFLOATS; i += 4) {
-        uvec4 chunk = uvec4(operands[at], operands[at + 1], operands[at + 2], operands[at + 3]);
-        at += 4;
-        [[unroll]] for (uint pair = 0; pair < 4; ++pair) {
-            vec2 value = unpack_pair(chunk, pair);
-            result[target++] = floatBitsToUint(value.x);
-            result[target++] = floatBitsToUint(value.y);
-        }
+    [[dont_unroll]] for (uint i = 0; i < BFLOATS; ++i) {
+        vec2 value = unpack_bf16(operands[at++]);
+        result[target++] = floatBitsToUint(value.x);
+        result[target++] = floatBitsToUint(value.y);
     }
     [[dont_unroll]] for (uint i = 0; i < PACKED; i += 4) {
         uvec2 stored = KV_STORE(vec4(operand(at), operand(at + 1), operand(at + 2), operand(at + 3)));

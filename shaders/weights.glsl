@@ -1,27 +1,71 @@
-// A weight as the kernels read it: rows in tiles of TILE, 16 bytes of one row's consecutive columns next to the same 16 bytes of
-// the tile's other rows. PACK is the number of columns in 16 bytes; both counts are padded with zeros.
+// A weight as the kernels read it. A row is cut into blocks of BLOCK columns and WORDS words; rows lie in blocks of ROW_TILES tiles of
+// TILE. Word w of a row stands next to the same word of the rows in the other tiles, and those next to the same of the tile's other
+// rows: row ((block * ROW_TILES + r) * TILE + lane) has it in component r of uvec4 number (block * row_words + w) * TILE + lane.
+// Columns and rows are padded with zeros.
 //
-// The uvec4 of row (tile * TILE + lane), columns chunk * PACK .. + PACK, stands at (tile * chunks + chunk) * TILE + lane.
+// Kernels work through rows in chunks of PACK = 32 columns. load_chunk reads a lane's ROW_TILES rows; weight_at(chunk, r, l, j) is row
+// r's column 4 l + j, l and r being constants. The includer declares TILE, COLUMNS and uvec4 load_words(uint at).
 #ifndef WEIGHTS_GLSL
 #define WEIGHTS_GLSL
 
+#include "bfloat16.glsl"
+
+#define ROW_TILES 4
+#define PACK 32
+
+#if defined(DTYPE_F32) || defined(DTYPE_F16) || defined(DTYPE_BF16)
+
 #ifdef DTYPE_F32
-#define PACK 4
+#define WORDS 32
 #else
-#define PACK 8
+#define WORDS 16
 #endif
 
-// Columns 2 * pair and 2 * pair + 1 of the chunk.
-vec2 unpack_pair(uvec4 chunk, uint pair) {
+// Columns 4 l to 4 l + 3. With one token a kernel asks for part after part, so that few words are live at a time.
+struct Part {
+    uvec4 words[WORDS * 4 / PACK];
+};
+
+struct Chunk {
+    Part parts[PACK / 4];
+};
+
+Part load_part(uint block, uint chunk, uint lane, uint l) {
+    uint at = (block * ((COLUMNS + PACK - 1) / PACK) + chunk) * WORDS + l * (WORDS * 4 / PACK);
+    Part part;
+    [[unroll]] for (uint w = 0; w < WORDS * 4 / PACK; ++w) part.words[w] = load_words((at + w) * TILE + lane);
+    return part;
+}
+
+float part_at(Part part, uint r, uint j) {
 #ifdef DTYPE_F32
-    return vec2(uintBitsToFloat(chunk[2 * pair]), uintBitsToFloat(chunk[2 * pair + 1]));
-#endif
+    uint a = j % 2 == 0 ? part.words[0][r] : part.words[1][r];
+    uint b = j % 2 == 0 ? part.words[2][r] : part.words[3][r];
+    return uintBitsToFloat(j < 2 ? a : b);
+#else
+    uint word = j < 2 ? part.words[0][r] : part.words[1][r];
 #ifdef DTYPE_F16
-    return unpackHalf2x16(chunk[pair]);
+    return unpackHalf2x16(word >> 16 * (j % 2)).x;
+#else
+    vec2 pair = unpack_bf16(word);
+    return j % 2 == 0 ? pair.x : pair.y;
 #endif
-#ifdef DTYPE_BF16
-    return vec2(uintBitsToFloat(chunk[pair] << 16), uintBitsToFloat(chunk[pair] & 0xffff0000u));
 #endif
 }
+
+Chunk load_chunk(uint block, uint chunk, uint lane) {
+    Chunk held;
+    [[unroll]] for (uint l = 0; l < PACK / 4; ++l) held.parts[l] = load_part(block, chunk, lane, l);
+    return held;
+}
+
+float weight_at(Chunk held, uint r, uint l, uint j) {
+    return part_at(held.parts[l], r, j);
+}
+
+#else
+#define IN_BLOCKS
+#include "blocks.glsl"
+#endif
 
 #endif

@@ -114,8 +114,8 @@ def test_a_broken_kernel_is_named(device: Device, broken_kernel: str) -> None:
 @pytest.mark.parametrize(
     ("key", "other"),
     [
-        ("linear LANES=shared DTYPE=f16 TOKENS=1 NORM=rms EPILOGUE=rope", "EPILOGUE=gated"),
-        ("linear LANES=subgroup DTYPE=bf16 TOKENS=8 NORM=none EPILOGUE=add", "DTYPE=f16"),
+        ("linear LANES=shared DTYPE=f16 TOKENS=1 EPILOGUE=rope", "EPILOGUE=gated"),
+        ("linear LANES=subgroup DTYPE=bf16 TOKENS=8 EPILOGUE=plain", "DTYPE=f16"),
         ("norm LANES=shared NORM=rms", "LANES=subgroup"),
         ("attention LANES=subgroup KV=f16 QUERIES=4 ARM=masked OFFSET=push WRITE=0", "KV=f32"),
         ("attention LANES=shared KV=f16 QUERIES=3 ARM=bounded OFFSET=buffer WRITE=1", "WRITE=0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,11 +20,11 @@ layout(constant_id = 1) const uint COUNT = 1;
 """
 
 
-def built(folder: Path, body: str) -> dict[str, object]:
+def built(folder: Path, body: str) -> dict[str, Any]:
     """The manifest entry of one shader without variants."""
     path = folder / "probe.comp"
     path.write_text(HEAD + body, encoding="utf-8")
-    return compile_one(Shader("probe", path, ((),)), (), folder)
+    return compile_one(Shader("probe", path, ((),)), (), folder, {})
 
 
 def test_access_is_what_the_code_may_do(tmp_path: Path) -> None:
@@ -81,3 +82,36 @@ def test_an_unknown_directive_is_refused(tmp_path: Path) -> None:
     path.write_text("//! variant A=x\n", encoding="utf-8")
     with pytest.raises(BuildError, match=r"some\.comp: unknown directive '//! variant'"):
         parse_shader(path)
+
+
+def test_a_second_view_of_a_binding_is_the_same_buffer(tmp_path: Path) -> None:
+    body = """
+layout(std430, binding = 0) readonly buffer A { uint a[]; };
+layout(std430, binding = 0) readonly buffer A4 { uvec4 a4[]; };
+layout(std430, binding = 1) writeonly buffer B { uint b[]; };
+void main() { b[0] = a[COUNT] + a4[COUNT].x; }
+"""
+    assert [one["name"] for one in built(tmp_path, body)["bindings"]] == ["a", "b"]
+    with pytest.raises(BuildError, match="binding 0 is declared twice"):
+        built(tmp_path, body.replace("readonly buffer A4", "buffer A4"))
+
+
+def test_only_what_changed_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, output = tmp_path / "shaders", tmp_path / "spirv"
+    sources.mkdir()
+    monkeypatch.setattr(build_shaders, "SOURCES", sources)
+    monkeypatch.setattr(build_shaders, "OUTPUT", output)
+    body = "layout(std430, binding = 0) writeonly buffer B { uint b[]; };\nvoid main() { b[0] = COUNT + ADDED; }\n"
+    include = '#extension GL_GOOGLE_include_directive : require\n#include "part.glsl"\n'
+    (sources / "part.glsl").write_text('#include "deep.glsl"\n')
+    (sources / "deep.glsl").write_text("#define ADDED 1\n")
+    (sources / "one.comp").write_text(HEAD + include + body)
+    (sources / "two.comp").write_text("//! variants N=1,2\n" + HEAD + "#define ADDED N\n" + body)
+    assert build_shaders.build(force=False) == "compiled 3 of 3 kernels from 2 shaders"
+    assert build_shaders.build(force=False) == "shaders are up to date"
+    (sources / "deep.glsl").write_text("#define ADDED 2\n")
+    assert build_shaders.build(force=False) == "compiled 1 of 3 kernels from 2 shaders"
+    blob = output / "two-1.spv"
+    blob.write_bytes(blob.read_bytes()[:-4])
+    assert build_shaders.build(force=False) == "compiled 1 of 3 kernels from 2 shaders"
+    assert build_shaders.build(force=True) == "compiled 3 of 3 kernels from 2 shaders"

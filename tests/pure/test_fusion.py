@@ -44,7 +44,7 @@ def test_gate_and_up_become_one_product() -> None:
     assert fuse_gated_mlp(graph, (root,)) == (root,)
     node = graph.node(root)
     assert (node.op, node.shape) == (Op.LINEAR, (1, 24))
-    assert node.attrs == LinearAttrs(epilogue="gated")
+    assert node.attrs == LinearAttrs(epilogue="gated", activation=Op.SILU)
     assert node.inputs[0] == x
     assert spec_of(graph, node.inputs[1]) == WeightSpec(("gate", "up"), (24, 24), HIDDEN, DType.F16, order="gated")
 
@@ -55,7 +55,7 @@ def test_biases_of_gate_and_up_are_stacked_in_the_same_order() -> None:
     root = gated(graph, graph.product(x, "gate", 24, bias=True), graph.product(x, "up", 24, bias=True))
     fuse_gated_mlp(graph, (root,))
     node = graph.node(root)
-    assert node.attrs == LinearAttrs(bias=True, epilogue="gated")
+    assert node.attrs == LinearAttrs(bias=True, epilogue="gated", activation=Op.SILU)
     assert spec_of(graph, node.inputs[2]) == WeightSpec(
         ("gate.bias", "up.bias"), (24, 24), 1, DType.F32, order="gated", vector=True
     )
@@ -68,7 +68,7 @@ def test_a_bias_on_one_side_only_stands_beside_zeros(gate_bias: bool, missing: i
     gate = graph.product(x, "gate", 24, bias=gate_bias)
     root = gated(graph, gate, graph.product(x, "up", 24, bias=not gate_bias))
     fuse_gated_mlp(graph, (root,))
-    assert graph.node(root).attrs == LinearAttrs(bias=True, epilogue="gated")
+    assert graph.node(root).attrs == LinearAttrs(bias=True, epilogue="gated", activation=Op.SILU)
     names = spec_of(graph, graph.node(root).inputs[2]).names
     assert names[missing] is None
     assert names[1 - missing] == ("gate.bias", "up.bias")[1 - missing]
@@ -226,7 +226,7 @@ def test_a_sum_becomes_the_start_of_its_product(product_first: bool) -> None:
     assert fuse_residual(graph, (root,)) == (root,)
     node = graph.node(root)
     assert node.inputs == (*graph.node(product).inputs, x)
-    assert node.attrs == LinearAttrs(bias=True, epilogue="add")
+    assert node.attrs == LinearAttrs(bias=True, residual=True)
 
 
 def test_of_two_products_the_second_takes_the_first_as_its_start() -> None:
@@ -245,7 +245,7 @@ def test_sums_in_a_row_fuse_each_with_its_own_product() -> None:
     first = graph.add(x, graph.product(x, "o"))
     root = graph.add(graph.product(first, "down"), first)
     fuse_residual(graph, (root,))
-    assert graph.node(first).attrs == graph.node(root).attrs == LinearAttrs(epilogue="add")
+    assert graph.node(first).attrs == graph.node(root).attrs == LinearAttrs(residual=True)
     assert graph.node(root).inputs[0] == graph.node(root).inputs[-1] == first
 
 
@@ -255,7 +255,7 @@ def test_a_sum_stays_where_its_product_has_another_user_or_an_epilogue() -> None
     used = graph.product(x, "used")
     doubled = graph.product(x, "doubled")
     ended = graph.product(x, "ended")
-    graph.rewrite(ended, Op.LINEAR, graph.node(ended).inputs, LinearAttrs(epilogue="gated"))
+    graph.rewrite(ended, Op.LINEAR, graph.node(ended).inputs, LinearAttrs(epilogue="gated", activation=Op.SILU))
     roots = (
         graph.add(x, used),
         graph.silu(used),
@@ -285,7 +285,7 @@ def test_a_norm_goes_into_each_product_that_reads_it() -> None:
     assert graph.node(residual).inputs == (x, inputs[residual][1], norm_weight, x)
     assert all(graph.attrs(one, LinearAttrs).norm_epsilon == 1e-5 for one in roots)
     assert graph.attrs(biased, LinearAttrs).bias
-    assert graph.attrs(residual, LinearAttrs).epilogue == "add"
+    assert graph.attrs(residual, LinearAttrs).residual
     assert normed not in graph.reachable(roots)
 
 
@@ -381,9 +381,9 @@ def test_the_passes_run_in_an_order_that_fuses_a_whole_layer() -> None:
         ["silu", "attention", *["linear"] * 4]
     )
     epilogues = [graph.attrs(node.id, LinearAttrs) for node in counted if node.op is Op.LINEAR]
-    assert sorted((one.epilogue, one.norm_epsilon is not None) for one in epilogues) == [
-        ("add", False),
-        ("add", False),
-        ("gated", True),
-        ("rope", True),
+    assert sorted((one.epilogue, one.norm_epsilon is not None, one.residual) for one in epilogues) == [
+        ("gated", True, False),
+        ("plain", False, True),
+        ("plain", False, True),
+        ("rope", True, False),
     ]

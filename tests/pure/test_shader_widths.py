@@ -1,4 +1,7 @@
-"""No width of a subgroup or a workgroup is written into a shader: all of them come from specialization constants."""
+"""No width of a subgroup or a workgroup is written into a shader: all of them come from specialization constants.
+
+Columns and words of a weight format are no widths: PACK, GROUP and WORDS may be numbers.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,7 @@ def violations(source: str) -> list[str]:
     """What in a shader's source fixes a width, one line each; defaults of specialization constants do not."""
     found = []
     for line in without_comments(source).splitlines():
+        line = re.sub(r"^#define (PACK|GROUP|WORDS) \d+$", "", line)
         line = re.sub(r"(constant_id\s*=\s*)\d+(\)\s*const\s+\w+\s+\w+\s*=\s*)\w+\s*;", r"\1N\2N;", line)
         found += [f"{what}: {line.strip()}" for what, rule in _RULES.items() if re.search(rule, line)]
     return found
@@ -65,6 +69,7 @@ def test_every_shader_takes_its_workgroup_from_a_constant() -> None:
         "uint group = lane >> 5;",
         "value = subgroupShuffle(value, other & 15);",
         "shared float scratch[48];",
+        "#define TILE 32",
         "layout(constant_id = 1) const uint A = 64; uint b = 64;",
     ],
 )
@@ -86,6 +91,7 @@ def test_a_width_in_a_shader_is_found(line: str) -> None:
         "for (uint half_width = WORKGROUP / 2; half_width > 0; half_width /= 2) {}",
         "value = clamp(value, -65504.0, 65504.0) * 0.32;",
         "if (SPLIT > 1) barrier();",
+        "#define PACK 32",
     ],
 )
 def test_what_is_no_width_passes(line: str) -> None:

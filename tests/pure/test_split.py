@@ -60,7 +60,7 @@ def test_a_residual_is_added_once_after_joining() -> None:
     x, residual = graph.data("x", (1, 8)), graph.data("r", (1, 30))
     weight = graph.weight(WeightSpec(("w",), (30,), 8, DType.F32))
     bias = graph.weight(WeightSpec(("b",), (30,), 1, DType.F32, vector=True))
-    root = graph.add_node(Op.LINEAR, [x, weight, bias, residual], (1, 30), LinearAttrs(bias=True, epilogue="add"))
+    root = graph.add_node(Op.LINEAR, [x, weight, bias, residual], (1, 30), LinearAttrs(bias=True, residual=True))
     split(graph, root, 10)
     assert graph.node(root).op is Op.ADD
     products = [one for one in graph.reachable([root]) if graph.node(one).op is Op.LINEAR]

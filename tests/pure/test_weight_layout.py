@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from numpy.typing import NDArray
 
 from vkdecode.errors import ConfigError
 from vkdecode.graph import RowPick, WeightSpec
-from vkdecode.runtime.weight_layout import pack_rows, pack_width, packed_bytes, picked_rows, row_slots
-from vkdecode.weights.dtypes import DType
+from vkdecode.runtime.block_layout import BLOCK_LAYOUTS, block_words
+from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, row_slots
+from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
+from vkdecode.weights.dtypes import BLOCK_DTYPES, DType
 
 TILES = st.sampled_from([1, 2, 4, 8, 16, 32, 64])
 ROW_TILES = st.sampled_from([2, 4])
@@ -88,37 +91,107 @@ def bit_patterns(slots: int, columns: int, dtype: DType) -> NDArray[Any]:
     return words.astype(np.uint16).view(np.dtype(dtype.numpy))
 
 
-@given(st.integers(1, 5), st.integers(1, 40), st.sampled_from([1, 2, 4, 8, 16]), DTYPES)
+@given(st.integers(1, 3), st.integers(1, 70), st.sampled_from([1, 2, 4, 8]), DTYPES)
 def test_packing_puts_each_element_where_the_kernels_look_for_it(
-    tiles: int, columns: int, tile: int, dtype: DType
+    blocks: int, columns: int, tile: int, dtype: DType
 ) -> None:
-    rows = bit_patterns(tiles * tile, columns, dtype)
-    packed = pack_rows(rows, tile)
-    width = 16 // dtype.itemsize
-    chunks = -(-columns // width)
+    slots = blocks * 4 * tile
+    rows = bit_patterns(slots, columns, dtype)
+    packed = pack_rows(rows, dtype, tile)
+    per_word = 4 // dtype.itemsize
+    row_words = -(-columns // 32) * 32 // per_word
     assert packed.dtype == np.uint32
-    assert packed.shape == (tiles * tile * chunks * 4,)
+    assert packed.shape == (slots * row_words,)
     bits = np.uint32 if dtype.itemsize == 4 else np.uint16
-    chunked = packed.view(bits).reshape(-1, width)
-    for row in range(tiles * tile):
+    elements = packed.view(bits).reshape(-1, per_word)
+    for row in range(slots):
+        block, inside = divmod(row, 4 * tile)
         for column in range(columns):
-            where = (row // tile * chunks + column // width) * tile + row % tile
-            assert chunked[where, column % width] == rows.view(bits)[row, column]
+            word = ((block * row_words + column // per_word) * tile + inside % tile) * 4 + inside // tile
+            assert elements[word, column % per_word] == rows.view(bits)[row, column]
     # All that is left is padding, and it is zero.
-    assert np.count_nonzero(chunked) == rows.size
+    assert np.count_nonzero(elements) == rows.size
 
 
-@given(st.integers(1, 300), st.integers(1, 64), DTYPES)
-def test_packed_bytes_are_what_packing_makes(columns: int, slots: int, dtype: DType) -> None:
-    one = WeightSpec(("w",), (slots,), columns, dtype)
-    assert packed_bytes(one, slots) == pack_rows(np.zeros((slots, columns), dtype.numpy), 1).nbytes
-    assert pack_width(dtype) * dtype.itemsize == 16
+@given(st.integers(1, 300), st.integers(1, 16), DTYPES)
+def test_packed_bytes_are_what_packing_makes(columns: int, blocks: int, dtype: DType) -> None:
+    one = WeightSpec(("w",), (4 * blocks,), columns, dtype)
+    packed = pack_rows(np.zeros((4 * blocks, columns), dtype.numpy), dtype, 1)
+    assert packed_bytes(one, 4 * blocks) == packed.nbytes
+
+
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+def test_blocks_grow_by_less_than_three_percent(dtype: DType) -> None:
+    for columns in (256, 512, 1536, 4096):
+        one = WeightSpec(("w",), (8,), columns, dtype)
+        raw = np.zeros((8, dtype.row_bytes(columns)), np.uint8)
+        assert packed_bytes(one, 8) == pack_rows(raw, dtype, 2).nbytes
+        assert raw.nbytes <= packed_bytes(one, 8) <= 1.03 * raw.nbytes
+
+
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+def test_words_of_a_block_hold_what_the_gguf_package_decodes(dtype: DType, blocks: int) -> None:
+    """The planes and scales, read as `shaders/blocks.glsl` says, against the package; exact in float64."""
+    layout = BLOCK_LAYOUTS[dtype]
+    columns = blocks * dtype.block_columns
+    raw = random_rows(np.random.default_rng(3), 6, columns, dtype)
+    words = block_words(raw, dtype).astype(np.int64)
+    expected = decode_rows(raw, ggml_type(dtype), dtype.block_bytes)
+    for row, column in itertools.product(range(6), range(columns)):
+        block, inside = divmod(column, layout.columns)
+        part, c = divmod(inside, 32)
+        value = _decoded(words[row, block], dtype, part, c)
+        assert value == pytest.approx(float(expected[row, column]), rel=1e-5, abs=1e-7)
+
+
+def _field(words: NDArray[np.int64], bits: int, c: int) -> int:
+    """Column c of a plane: bit c of one word, or field c / (4 bits) of byte c % (4 bits)."""
+    if bits == 1:
+        return int(words[0]) >> c & 1
+    field, byte = divmod(c, 4 * bits)
+    return int(int(words[byte // 4]) >> (8 * (byte % 4) + bits * field) & (2**bits - 1))
+
+
+def _half(word: int, which: int) -> float:
+    return float(np.array([word >> 16 * which & 0xFFFF], np.uint16).view(np.float16)[0])
+
+
+def _decoded(words: NDArray[np.int64], dtype: DType, part: int, c: int) -> float:
+    layout = BLOCK_LAYOUTS[dtype]
+    low = words[layout.scale_words :][part * layout.low_bits :]
+    q = _field(low, layout.low_bits, c)
+    if layout.high_bits:
+        high = words[layout.scale_words + layout.parts * layout.low_bits :][part * layout.high_bits :]
+        q = q | _field(high, layout.high_bits, c) << layout.low_bits
+    first = int(words[0])
+    scale_bytes = words[1 : layout.scale_words].astype(np.uint32).view(np.uint8)
+    group = 2 * part + c // 16
+    if dtype in (DType.Q4_1, DType.Q5_1):
+        return _half(first, 0) * q + _half(first, 1)
+    if dtype in (DType.Q4_0, DType.Q5_0):
+        return _half(first, part) * (q - (8 if dtype is DType.Q4_0 else 16))
+    if dtype is DType.Q8_0:
+        return _half(first, part) * (q - 256 if q > 127 else q)
+    if dtype is DType.IQ4_NL:
+        table = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+        return _half(first, part) * table[q]
+    if dtype is DType.Q2_K:
+        both = int(scale_bytes[group])
+        return _half(first, 0) * (both & 15) * q - _half(first, 1) * (both >> 4)
+    if dtype is DType.Q3_K:
+        scale = int(scale_bytes[group // 2]) >> 4 * (group % 2) & 15
+        scale |= (int(scale_bytes[8 + group // 4]) >> 2 * (group % 4) & 3) << 4
+        return _half(first, 0) * (scale - 32) * (q - 4)
+    if dtype is DType.Q6_K:
+        return _half(first, 0) * int(scale_bytes.view(np.int8)[group]) * (q - 32)
+    return _half(first, 0) * int(scale_bytes[2 * part]) * q - _half(first, 1) * int(scale_bytes[2 * part + 1])
 
 
 def test_packing_does_not_change_its_input() -> None:
     rows = bit_patterns(8, 5, DType.F32)
     before = rows.copy()
-    pack_rows(rows, 4)
+    pack_rows(rows, DType.F32, 2)
     np.testing.assert_array_equal(rows.view(np.uint32), before.view(np.uint32))
 
 

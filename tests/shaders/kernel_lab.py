@@ -229,16 +229,18 @@ def check_kept(words: Words, before: Words, kept: Mask) -> None:
     assert changed.size == 0, f"{changed.size} words outside the output were written, first at {changed[0]}"
 
 
-def tiled(rows: NDArray[Any], tile: int, chunks: int | None = None) -> Words:
-    """A weight as `weights.glsl` describes it, word by word: rows [slots, columns], slots a multiple of `tile`."""
-    width = 16 // rows.dtype.itemsize
+def tiled(rows: NDArray[Any], tile: int) -> Words:
+    """A plain weight as `weights.glsl` describes it, word by word: rows [slots, columns], whole blocks of 4 tiles."""
     slots, columns = rows.shape
-    chunks = ceil_div(columns, width) if chunks is None else chunks
-    out = np.zeros((slots * chunks, width), rows.dtype)
-    for slot, chunk in itertools.product(range(slots), range(chunks)):
-        part = rows[slot, chunk * width : (chunk + 1) * width]
-        out[(slot // tile * chunks + chunk) * tile + slot % tile, : part.size] = part
-    return words_of(out)
+    row_words = ceil_div(columns, 32) * 32 * rows.dtype.itemsize // 4
+    padded = np.zeros((slots, row_words * 4 // rows.dtype.itemsize), rows.dtype)
+    padded[:, :columns] = rows
+    words = padded.view(np.uint32)
+    out = np.zeros(slots * row_words, np.uint32)
+    for slot, word in itertools.product(range(slots), range(row_words)):
+        block, inside = divmod(slot, 4 * tile)
+        out[((block * row_words + word) * tile + inside % tile) * 4 + inside // tile] = words[slot, word]
+    return out
 
 
 def _leave_dispatched() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from kernel_lab import (
-    ELEMENTS,
     F64,
     TURN,
     Words,
@@ -29,17 +29,22 @@ from kernel_lab import (
 )
 from numpy.typing import NDArray
 
+from vkdecode.gpu import Lanes
+from vkdecode.graph import Graph, WeightSpec
+from vkdecode.runtime.kernel_choice import choose_kernel
+from vkdecode.runtime.weight_layout import pack_rows
+from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
+from vkdecode.weights.dtypes import BLOCK_DTYPES, PLAIN_DTYPES, DType
+
+DTYPES = {dtype.value: dtype for dtype in (*PLAIN_DTYPES, *BLOCK_DTYPES)}
 KEYS = variants(
-    "linear",
-    LANES=["subgroup", "shared"],
-    DTYPE=["f32", "f16", "bf16"],
-    TOKENS=[1, 8],
-    NORM=["none", "rms", "layer"],
-    EPILOGUE=["none", "add", "rope", "gated", "gelu_tanh"],
+    "linear", LANES=["subgroup", "shared"], DTYPE=list(DTYPES), TOKENS=[1, 8], EPILOGUE=["plain", "rope", "gated"]
 )
 EPSILON = 1e-2
 SLOPE = 1.15  # of silu and gelu at most
-ROW_TILES = {"subgroup": 4, "shared": 2}
+ROW_TILES = 4
+NORMS = ("none", "rms", "layer")
+ACTIVATIONS = ("none", "silu", "gelu_tanh", "gelu")
 
 
 @dataclass(frozen=True)
@@ -47,10 +52,11 @@ class Shape:
     """Sizes of one dispatch. `tile` 0 is the subgroup's size; `rows` are given as tiles and rows beside them.
 
     `heads` (all of them, the rotated ones, head_dim, rotary_dim) replaces the rows in the rope epilogue. Of `room`
-    tokens `count` are real.
+    tokens `count` are real. A block format has `blocks` blocks instead of the columns.
     """
 
     columns: int
+    blocks: int
     tiles: int
     extra_rows: int
     groups: int
@@ -64,21 +70,42 @@ class Shape:
     stage_packs: int = 1
 
 
+@dataclass(frozen=True)
+class Fused:
+    """What else a dispatch does: NORMS and ACTIVATIONS by name, and whether it adds a residual."""
+
+    norm: str = "none"
+    activation: str = "none"
+    residual: bool = False
+
+
 SUBGROUP_SHAPES = [
-    Shape(37, 5, 3, groups=2, heads=(3, 2, 20, 12), room=8, count=5, bias=True),
-    Shape(1, 0, 1, groups=1, heads=(2, 2, 4, 4), room=16, count=9, norm_bias=True),
-    Shape(40, 8, 0, groups=3, heads=(2, 1, 64, 64), room=16, count=8),
-    Shape(29, 9, 1, groups=2, heads=(1, 0, 80, 20), room=16, count=3, bias=True, norm_bias=True),
-    Shape(131, 1, 2, groups=1, heads=(3, 3, 6, 2), room=24, count=17, norm_bias=True),
+    Shape(37, 3, 5, 3, groups=2, heads=(3, 2, 20, 12), room=8, count=5, bias=True),
+    Shape(1, 1, 0, 1, groups=1, heads=(2, 2, 4, 4), room=16, count=9, norm_bias=True),
+    Shape(40, 2, 8, 0, groups=3, heads=(2, 1, 64, 64), room=16, count=8),
+    Shape(29, 4, 9, 1, groups=2, heads=(1, 0, 80, 20), room=16, count=3, bias=True, norm_bias=True),
+    Shape(132, 5, 1, 2, groups=1, heads=(3, 3, 6, 2), room=24, count=17, norm_bias=True),
 ]
-STAGES = [(8, 1, 1), (4, 4, 3), (32, 8, 8), (16, 2, 5), (32, 1, 32)]  # tile, split, packs staged at a time
+STAGES = [(8, 1, 1), (4, 4, 8), (32, 8, 8), (16, 2, 4), (32, 1, 3)]  # tile, split, chunks staged at a time
 SHARED_SHAPES = [
     dataclasses.replace(shape, tile=tile, split=split, stage_packs=packs)
     for shape, (tile, split, packs) in zip(SUBGROUP_SHAPES, STAGES, strict=True)
 ]
+
+
+def fused_of(index: int) -> Fused:
+    """What the kernel of this index is tested with: something else at each width."""
+    row = index // 3 + 2 * TURN
+    norm = NORMS[(index + row) % 3]
+    epilogue = axes_of(KEYS[index])["EPILOGUE"]
+    if epilogue == "plain":
+        return Fused(norm, ACTIVATIONS[row // 2 % 4], row // 8 % 2 == 0)
+    return Fused(norm, ACTIVATIONS[1 + row // 2 % 3] if epilogue == "gated" else "none")
+
+
 # Five shapes in a Latin square over the epilogues and the other axes, moved on for each width.
 CASES = [
-    pytest.param(key, shapes[number], id=f"{key} {number}")
+    pytest.param(key, shapes[number], fused_of(index), id=f"{key} {number}")
     for index, key in enumerate(KEYS)
     for shapes in [SUBGROUP_SHAPES if "LANES=subgroup" in key else SHARED_SHAPES]
     for number in [(index + index // 5 + 2 * TURN) % 5]
@@ -88,12 +115,13 @@ CASES = [
 class Problem:
     """Random inputs for one kernel and shape, what it binds, and what must come out."""
 
-    def __init__(self, key: str, shape: Shape) -> None:
+    def __init__(self, key: str, shape: Shape, fused: Fused | None = None) -> None:
         self.key = key
         self.axes = axes_of(key)
         self.epilogue = self.axes["EPILOGUE"]
-        self.dtype = ELEMENTS[self.axes["DTYPE"]]
-        self.pack = 16 // self.dtype.itemsize
+        self.fused = fused or Fused()
+        self.dtype = DTYPES[self.axes["DTYPE"]]
+        self.columns = shape.blocks * self.dtype.block_columns if self.dtype.is_block else shape.columns
         self.paired = self.epilogue in ("rope", "gated")
         self.token_tile = int(self.axes["TOKENS"])
         self.shape = shape = shape if self.token_tile > 1 else dataclasses.replace(shape, room=1, count=1)
@@ -102,8 +130,8 @@ class Problem:
         self.rows = heads * head_dim // 2 if self.epilogue == "rope" else shape.tiles * self.tile + shape.extra_rows
         self.outputs = 2 * self.rows if self.epilogue == "rope" else self.rows
         tiles = ceil_div(self.rows, self.tile) * (2 if self.paired else 1)
-        self.blocks = ceil_div(tiles, ROW_TILES[self.axes["LANES"]])
-        self.slots = self.blocks * ROW_TILES[self.axes["LANES"]] * self.tile
+        self.blocks = ceil_div(tiles, ROW_TILES)
+        self.slots = self.blocks * ROW_TILES * self.tile
         self.draw()
 
     def draw(self) -> None:
@@ -111,12 +139,21 @@ class Problem:
         rng = generator(self.key, self.shape)
         shape, real = self.shape, self.shape.count
         held = 2 * self.rows if self.paired else self.rows
-        self.weight = normal(rng, held, shape.columns).astype(self.dtype)
+        if self.dtype.is_block:
+            self.stored: NDArray[Any] = random_rows(rng, held, self.columns, self.dtype)
+            decoded = decode_rows(self.stored, ggml_type(self.dtype), self.dtype.block_bytes)
+            self.weight = decoded.astype(np.float64)
+            # The kernels sum scaled integers and offsets by themselves, and these are about as large as the weights.
+            self.sizes = np.abs(self.weight) + np.abs(self.weight).max(axis=1, keepdims=True)
+        else:
+            self.stored = normal(rng, held, self.columns).astype(self.dtype.numpy)
+            self.weight = self.stored.astype(np.float64)
+            self.sizes = np.abs(self.weight)
         self.bias = normal(rng, held)
-        self.norm_weight = normal(rng, shape.columns)
-        self.norm_bias = normal(rng, shape.columns)
-        self.x = poisoned((shape.room, shape.columns))
-        self.x[:real] = normal(rng, real, shape.columns) + np.float32(0.5)
+        self.norm_weight = normal(rng, self.columns)
+        self.norm_bias = normal(rng, self.columns)
+        self.x = poisoned((shape.room, self.columns))
+        self.x[:real] = normal(rng, real, self.columns) + np.float32(0.5)
         self.residual = poisoned((shape.room, self.outputs))
         self.residual[:real] = normal(rng, real, self.outputs) * 4
         half, rotary_half = shape.heads[2] // 2, shape.heads[3] // 2
@@ -151,12 +188,12 @@ class Problem:
     def spec(self) -> dict[str, int]:
         shape = self.shape
         _, rotated, head_dim, rotary_dim = shape.heads
-        only_layer = {"HAS_NORM_BIAS": int(shape.norm_bias)} if self.axes["NORM"] == "layer" else {}
+        only_plain = {"HAS_RESIDUAL": int(self.fused.residual)} if self.epilogue == "plain" else {}
         return {
-            **only_layer,
+            **only_plain,
             "WORKGROUP": self.tile * shape.split,
             "TILE": self.tile,
-            "COLUMNS": shape.columns,
+            "COLUMNS": self.columns,
             "ROWS": self.rows,
             "GROUPS": shape.groups,
             "OUTPUTS": self.outputs,
@@ -165,28 +202,34 @@ class Problem:
             "HEAD_DIM": head_dim,
             "ROTARY_DIM": rotary_dim,
             "ROTARY_HEADS": rotated,
-            "X_CHUNK": shape.stage_packs * self.pack,
+            "X_CHUNK": shape.stage_packs * 32,
+            "NORM": NORMS.index(self.fused.norm),
+            "HAS_NORM_BIAS": int(shape.norm_bias),
+            "ACTIVATION": ACTIVATIONS.index(self.fused.activation),
         }
 
     def buffers(self) -> dict[str, NDArray[Any]]:
         slots = self.slot_rows()
-        weight = poisoned((self.slots, self.shape.columns), self.dtype)
-        weight[slots >= 0] = self.weight[slots[slots >= 0]]
+        if self.dtype.is_block:
+            weight: NDArray[Any] = np.full((self.slots, self.stored.shape[1]), 0xFF, np.uint8)  # scales are NaN
+        else:
+            weight = poisoned((self.slots, self.columns), self.stored.dtype)
+        weight[slots >= 0] = self.stored[slots[slots >= 0]]
         bias = poisoned((self.slots,))
         if self.shape.bias:
             bias[slots >= 0] = self.bias[slots[slots >= 0]]
+        normed, layer = self.fused.norm != "none", self.fused.norm == "layer"
+        unread = poisoned((self.columns,))
         buffers: dict[str, NDArray[Any]] = {
-            "weight": tiled(weight, self.tile),
+            "weight": pack_rows(weight, self.dtype, self.tile) if self.dtype.is_block else tiled(weight, self.tile),
             "x": self.x,
             "bias": bias,
             "y": blank(self.shape.room * self.outputs),
+            "norm_weight": self.norm_weight if normed else unread,
+            "norm_bias": self.norm_bias if layer and self.shape.norm_bias else unread,
         }
-        if self.axes["NORM"] != "none":
-            buffers["norm_weight"] = self.norm_weight
-        if self.axes["NORM"] == "layer":
-            buffers["norm_bias"] = self.norm_bias if self.shape.norm_bias else poisoned((self.shape.columns,))
-        if self.epilogue == "add":
-            buffers["residual"] = self.residual
+        if self.epilogue == "plain":
+            buffers["residual"] = self.residual if self.fused.residual else poisoned((1,))
         if self.epilogue == "rope":
             buffers |= {"rope_cos": self.cos, "rope_sin": self.sin}
         if self.token_tile > 1:
@@ -200,29 +243,28 @@ class Problem:
     def expected(self) -> tuple[F64, F64]:
         """Values [room, outputs] and the sums of absolute values; NaN where a token is not real."""
         x, sizes = self.normalized()
-        weight = self.weight.astype(np.float64)
-        value, magnitude = x @ weight.T, sizes @ np.abs(weight.T)
+        value, magnitude = x @ self.weight.T, sizes @ self.sizes.T
         if self.shape.bias:
             value, magnitude = value + self.bias, magnitude + np.abs(self.bias)
-        if self.epilogue == "add":
-            return value + self.residual, magnitude + np.abs(self.residual)
         if self.epilogue == "gated":
-            return gated(value, magnitude)
+            return gated(self.fused.activation, value, magnitude)
         if self.epilogue == "rope":
             return self.rotated(value, magnitude)
-        if self.epilogue == "gelu_tanh":
-            return gelu_tanh(value), SLOPE * magnitude
+        if self.fused.activation != "none":
+            value, magnitude = activated(self.fused.activation, value), SLOPE * magnitude
+        if self.fused.residual:
+            return value + self.residual, magnitude + np.abs(self.residual)
         return value, magnitude
 
     def normalized(self) -> tuple[F64, F64]:
         """x after the norm, and the sums of absolute values that it was computed from."""
         x = self.x.astype(np.float64)
-        norm = self.axes["NORM"]
+        norm = self.fused.norm
         if norm == "none":
             return x, np.abs(x)
         mean = x.mean(axis=1, keepdims=True) if norm == "layer" else np.zeros((len(x), 1))
         factor = self.norm_weight / np.sqrt(((x - mean) ** 2).mean(axis=1, keepdims=True) + float(np.float32(EPSILON)))
-        bias = self.norm_bias if norm == "layer" and self.shape.norm_bias else np.zeros(self.shape.columns)
+        bias = self.norm_bias if norm == "layer" and self.shape.norm_bias else np.zeros(self.columns)
         mean_size = np.abs(x).mean(axis=1, keepdims=True) if norm == "layer" else 0.0
         return (x - mean) * factor + bias, (np.abs(x) + mean_size) * np.abs(factor) + np.abs(bias)
 
@@ -248,36 +290,47 @@ class Problem:
         check(out, values, magnitude, token < self.shape.count, computed, roundings=16)
 
 
-def gelu_tanh(value: F64) -> F64:
-    out: F64 = 0.5 * value * (1 + np.tanh(np.sqrt(2 / np.pi) * (value + 0.044715 * value**3)))
-    return out
+def activated(name: str, value: F64) -> F64:
+    if name == "silu":
+        with np.errstate(over="ignore"):
+            return np.asarray(value / (1 + np.exp(-value)), np.float64)
+    if name == "gelu":
+        tails = [math.erfc(-one / math.sqrt(2)) for one in value.flat]
+        return np.asarray(0.5 * value * np.array(tails).reshape(value.shape), np.float64)
+    inner: F64 = np.sqrt(2 / np.pi) * (value + 0.044715 * value**3)
+    return np.asarray(0.5 * value * (1 + np.tanh(inner)), np.float64)
 
 
-def gated(value: F64, magnitude: F64) -> tuple[F64, F64]:
-    """silu(gate) * up for rows [gates, ups]."""
+def gated(name: str, value: F64, magnitude: F64) -> tuple[F64, F64]:
+    """act(gate) * up for rows [gates, ups]."""
     gate, up = np.split(value, 2, axis=1)
     size_gate, size_up = np.split(magnitude, 2, axis=1)
-    with np.errstate(over="ignore"):
-        silu = gate / (1 + np.exp(-gate))
     # Far below zero the exponential is infinite and the gate closes.
-    return silu * up, SLOPE * size_gate * np.abs(up) + np.abs(silu) * size_up
+    closed = activated(name, gate)
+    return closed * up, SLOPE * size_gate * np.abs(up) + np.abs(closed) * size_up
 
 
-@pytest.mark.parametrize(("key", "shape"), CASES)
-def test_product(key: str, shape: Shape) -> None:
-    problem = Problem(key, shape)
+@pytest.mark.parametrize(("key", "shape", "fused"), CASES)
+def test_product(key: str, shape: Shape, fused: Fused) -> None:
+    problem = Problem(key, shape, fused)
     problem.check(problem.run())
 
 
-def test_each_shape_meets_each_epilogue_and_element_type() -> None:
-    cases = [(axes_of(str(case.values[0])), case.values[1]) for case in CASES]
+def test_each_shape_and_each_norm_meet_what_they_can_differ_for() -> None:
+    cases = [(axes_of(str(case.values[0])), case.values[1], fused_of(index)) for index, case in enumerate(CASES)]
     shapes = SUBGROUP_SHAPES + SHARED_SHAPES
-    assert len({(axes["EPILOGUE"], axes["DTYPE"], shape) for axes, shape in cases}) == 5 * 3 * len(shapes)
-    assert len({(axes["EPILOGUE"], axes["TOKENS"], shape) for axes, shape in cases}) == 5 * 2 * len(shapes)
-    assert len({(axes["NORM"], axes["TOKENS"], shape) for axes, shape in cases}) == 3 * 2 * len(shapes)
+    assert len({(axes["EPILOGUE"], axes["TOKENS"], shape) for axes, shape, _ in cases}) == 3 * 2 * len(shapes)
+    assert {shape for axes, shape, _ in cases if DTYPES[axes["DTYPE"]].is_block} == set(shapes)
+    met = {(axes["LANES"], axes["EPILOGUE"], axes["TOKENS"], fused.norm) for axes, _, fused in cases}
+    assert len(met) == 2 * 3 * 2 * 3
+    plain = [(axes, fused) for axes, _, fused in cases if axes["EPILOGUE"] == "plain"]
+    assert len({(axes["LANES"], axes["TOKENS"], fused.activation, fused.residual) for axes, fused in plain}) == 32
+    gates = [(axes, fused) for axes, _, fused in cases if axes["EPILOGUE"] == "gated"]
+    assert len({(axes["LANES"], axes["TOKENS"], fused.activation) for axes, fused in gates}) == 12
 
 
-CONTROL = "linear LANES=shared DTYPE=f16 TOKENS=8 NORM=rms EPILOGUE=rope"
+CONTROL = "linear LANES=shared DTYPE=f16 TOKENS=8 EPILOGUE=rope"
+NORMED = Fused("rms")
 
 
 @pytest.mark.parametrize(
@@ -293,25 +346,60 @@ CONTROL = "linear LANES=shared DTYPE=f16 TOKENS=8 NORM=rms EPILOGUE=rope"
         {"ROTARY_HEADS": 3},
         {"ROTARY_DIM": 14},
         {"GROUPS": 1},
+        {"NORM": 0},
+        {"NORM": 2},
     ],
     ids=str,
 )
 def test_a_wrong_constant_is_noticed(wrong: dict[str, int]) -> None:
-    problem = Problem(CONTROL, SHARED_SHAPES[0])
+    problem = Problem(CONTROL, SHARED_SHAPES[0], NORMED)
     with pytest.raises(AssertionError, match=r"values are wrong|outside the output"):
         problem.check(problem.run(wrong))
 
 
 def test_a_wrong_token_count_is_noticed() -> None:
     for shape, count in ((SHARED_SHAPES[1], 8), (SHARED_SHAPES[3], 9)):
-        problem = Problem(CONTROL, shape)
+        problem = Problem(CONTROL, shape, NORMED)
         with pytest.raises(AssertionError, match=r"values are wrong|outside the output"):
             problem.check(problem.run(token_count=np.array([count], np.uint32)))
 
 
 def test_an_infinite_gate_closes() -> None:
     """Gates far below zero give zero, not NaN."""
-    problem = Problem("linear LANES=subgroup DTYPE=f32 TOKENS=1 NORM=none EPILOGUE=gated", SUBGROUP_SHAPES[1])
+    problem = Problem(
+        "linear LANES=subgroup DTYPE=f32 TOKENS=1 EPILOGUE=gated", SUBGROUP_SHAPES[1], Fused(activation="silu")
+    )
     problem.x[:] = 1.0
-    problem.weight[:] = np.array([[-1e30], [3.0]], np.float32)
+    problem.stored[:] = np.array([[-1e30], [3.0]], np.float32)
     check(problem.run(), np.zeros((1, 1)), 0.0)
+
+
+@pytest.mark.parametrize("dtype", BLOCK_DTYPES)
+def test_a_wrong_byte_in_a_block_is_noticed(dtype: DType) -> None:
+    """Wherever a stored block is wrong, the product is: all bytes are where the kernel reads them."""
+    problem = Problem(f"linear LANES=subgroup DTYPE={dtype.value} TOKENS=1 EPILOGUE=plain", SUBGROUP_SHAPES[1])
+    for byte in np.linspace(0, dtype.block_bytes - 1, 5).astype(int):
+        problem.draw()
+        problem.stored[0, byte] ^= 0x55
+        with pytest.raises(AssertionError, match="values are wrong"):
+            problem.check(problem.run())
+
+
+@pytest.mark.parametrize("form", ["subgroup", "shared"])
+def test_the_widest_work_of_a_group_stays_within_what_a_driver_runs(form: str) -> None:
+    """One workgroup asked to do all of 640 rows of 22,400 columns for 8 tokens: its loops must be cut."""
+    size = subgroup()
+    lanes = Lanes("subgroup", size, size, size, 4, 2) if form == "subgroup" else Lanes("shared", 8, 256, 64, 4, 2)
+    graph = Graph()
+    graph.data("token_count", (1,), DType.U32)
+    weight = graph.weight(WeightSpec(("w",), (640,), 22_400, DType.F16))
+    choice = choose_kernel(graph, graph.linear(graph.data("x", (8, 22_400)), weight), lanes)
+    assert choice.workgroups[0] > 1
+    assert choice.spec["GROUPS"] * choice.workgroups[0] * 4 * lanes.tile >= 640
+    split = choice.spec["WORKGROUP"] // lanes.tile
+    shape = Shape(
+        22_400, 1, 640 // lanes.tile, 0, groups=choice.spec["GROUPS"], heads=(1, 1, 4, 4), room=8, count=8,
+        tile=lanes.tile, split=split, stage_packs=choice.spec["X_CHUNK"] // 32,
+    )  # fmt: skip
+    problem = Problem(choice.kernel.key, shape)
+    problem.check(problem.run())

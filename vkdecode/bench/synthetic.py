@@ -19,6 +19,7 @@ from vkdecode.errors import InvalidInputError, ModelFileError
 from vkdecode.models.registry import architecture_of
 from vkdecode.models.tensors import TensorTable
 from vkdecode.weights import DType, TensorInfo
+from vkdecode.weights.blocks import random_rows
 from vkdecode.weights.dtypes import BLOCK_DTYPES, PLAIN_DTYPES
 from vkdecode.weights.jsonfile import read_json_object
 from vkdecode.weights.source import row_indices
@@ -28,21 +29,6 @@ _POOL_BYTES = 2 << 20
 _VOCABULARY_TENSORS = ("embed_tokens.weight", "lm_head.weight")
 # About what training starts from: activations stay in a sane range at any width.
 _DEVIATION = 0.02
-# For each format the byte offsets of its float16 scale and offset (None where it has none), and values for them which
-# give random quants about the deviation above and a mean near 0.
-_SCALES: Mapping[DType, tuple[int, int | None, float, float]] = {
-    DType.Q4_0: (0, None, 4.3e-3, 0.0),
-    DType.Q4_1: (0, 2, 4.3e-3, -3.2e-2),
-    DType.Q5_0: (0, None, 2.2e-3, 0.0),
-    DType.Q5_1: (0, 2, 2.2e-3, -3.4e-2),
-    DType.Q8_0: (0, None, 2.7e-4, 0.0),
-    DType.Q2_K: (80, 82, 1.3e-3, 2.0e-3),
-    DType.Q3_K: (108, None, 4.7e-4, 0.0),
-    DType.Q4_K: (0, 2, 8.0e-5, 6.0e-4),
-    DType.Q5_K: (0, 2, 4.0e-5, 6.0e-4),
-    DType.Q6_K: (208, None, 1.5e-5, 0.0),
-    DType.IQ4_NL: (0, None, 2.8e-4, 0.0),
-}
 
 
 class SyntheticSource:
@@ -104,7 +90,7 @@ class SyntheticSource:
     def _pool(self, dtype: DType, columns: int) -> NDArray[Any]:
         key = (dtype, columns)
         if key not in self._pools:
-            self._pools[key] = random_rows(dtype, columns, max(_POOL_BYTES // dtype.row_bytes(columns), 1))
+            self._pools[key] = _random_rows(dtype, columns, max(_POOL_BYTES // dtype.row_bytes(columns), 1))
         return self._pools[key]
 
 
@@ -131,18 +117,12 @@ def synthetic_source(config: str, dtype: str = "f16") -> SyntheticSource:
     return SyntheticSource(file.resolve().parent.name or file.name, read_json_object(file), known[dtype])
 
 
-def random_rows(dtype: DType, columns: int, rows: int) -> NDArray[Any]:
-    """Random rows: normal numbers, or blocks of random quants with sane scales; block formats as raw bytes."""
+def _random_rows(dtype: DType, columns: int, rows: int) -> NDArray[Any]:
+    """Random rows as a file would hold them: normal numbers, or the raw bytes of random blocks."""
     rng = np.random.default_rng(columns)
-    if not dtype.is_block:
-        return (rng.standard_normal((rows, columns), np.float32) * np.float32(_DEVIATION)).astype(dtype.numpy)
-    raw = rng.integers(0, 256, (rows, dtype.row_bytes(columns)), np.uint8)
-    blocks = raw.reshape(-1, dtype.block_bytes)
-    at_scale, at_offset, scale, offset = _SCALES[dtype]
-    for at, value in ((at_scale, scale), (at_offset, offset)):
-        if at is not None:
-            blocks[:, at : at + 2] = np.frombuffer(np.float16(value).tobytes(), np.uint8)
-    return raw
+    if dtype.is_block:
+        return random_rows(rng, rows, columns, dtype)
+    return (rng.standard_normal((rows, columns), np.float32) * np.float32(_DEVIATION)).astype(dtype.numpy)
 
 
 class _AskedTensors(TensorTable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,31 +12,54 @@ from numpy.typing import NDArray
 from vkdecode.doctor import references
 from vkdecode.doctor.dispatch import error_of, float_bits, floats, generator, normal, run_kernel, unset
 from vkdecode.gpu import Device, Lanes
-from vkdecode.graph import WeightSpec
-from vkdecode.runtime.weight_layout import pack_rows, pack_width, row_slots
-from vkdecode.weights.dtypes import DType
+from vkdecode.graph import Op, WeightSpec
+from vkdecode.runtime.block_layout import PACK
+from vkdecode.runtime.kernel_choice import ACTIVATIONS, NORMS
+from vkdecode.runtime.weight_layout import pack_rows, row_slots
+from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
+from vkdecode.weights.dtypes import BLOCK_DTYPES, DType
 
 F64 = NDArray[np.float64]
 
 COLUMNS = 75
+_BLOCK_COLUMNS = 256  # the fewest that every block format can have
 EPSILON = 1e-3
 _HEADS, _ROTATED_HEADS, _HEAD_DIM, _ROTARY_DIM = 5, 3, 20, 12
 _ROOM, _COUNT = 16, 11
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A kernel's axes, and what else is fused into it."""
+
+    dtype: str
+    tokens: int
+    epilogue: str
+    norm: str | None = None
+    activation: Op | None = None
+    residual: bool = False
+
+    def key(self, form: str) -> str:
+        """Its name."""
+        return f"linear LANES={form} DTYPE={self.dtype} TOKENS={self.tokens} EPILOGUE={self.epilogue}"
+
+
 _FORMS = (
-    ("f32", 1, "none", "none"),
-    ("f16", 1, "rms", "rope"),
-    ("bf16", 1, "rms", "gated"),
-    ("f16", 1, "none", "add"),
-    ("f32", 8, "layer", "gelu_tanh"),
-    ("f16", 8, "rms", "gated"),
-    ("bf16", 8, "none", "add"),
-    ("bf16", 8, "rms", "rope"),
+    _Form("f32", 1, "plain"),
+    _Form("f16", 1, "rope", "rms"),
+    _Form("bf16", 1, "gated", "rms", Op.SILU),
+    _Form("f16", 1, "plain", residual=True),
+    _Form("f32", 8, "plain", "layer", Op.GELU_TANH),
+    _Form("f16", 8, "gated", "rms", Op.SILU),
+    _Form("bf16", 8, "plain", residual=True),
+    _Form("bf16", 8, "rope", "rms"),
+    *(_Form(dtype.value, tokens, "plain", "rms", None, True) for dtype in BLOCK_DTYPES for tokens in (1, 8)),
 )
 
 
 def linear_keys(form: str) -> list[str]:
     """Products of every element type, norm and epilogue, for one token and for several."""
-    return [f"linear LANES={form} DTYPE={d} TOKENS={t} NORM={n} EPILOGUE={e}" for d, t, n, e in _FORMS]
+    return [one.key(form) for one in _FORMS]
 
 
 def norm_keys(form: str) -> list[str]:
@@ -44,26 +68,31 @@ def norm_keys(form: str) -> list[str]:
 
 
 EMBED_KEYS = [f"embed DTYPE={dtype} PART={part}" for dtype in ("f32", "f16", "bf16") for part in (0, 1)]
+EMBED_KEYS += [f"embed DTYPE={dtype.value} PART=0" for dtype in BLOCK_DTYPES]
 
 
 def weight_of(rng: np.random.Generator, rows: int, dtype: DType) -> tuple[NDArray[Any], NDArray[np.float64]]:
-    """A random matrix as it is held, and as float64."""
-    held = normal(rng, rows, COLUMNS).astype(dtype.numpy)
-    return held, held.astype(np.float64)
+    """A random matrix as files store it, and as float64."""
+    if not dtype.is_block:
+        held = normal(rng, rows, COLUMNS).astype(dtype.numpy)
+        return held, held.astype(np.float64)
+    blocks = random_rows(rng, rows, _BLOCK_COLUMNS, dtype)
+    return blocks, decode_rows(blocks, ggml_type(dtype), dtype.block_bytes).astype(np.float64)
 
 
 def packed(held: NDArray[Any], spec: WeightSpec, lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """The words of a weight on the device, and the row in each of its slots (-1 for padding)."""
     slots = row_slots(spec, lanes.tile, lanes.block_rows)
     rows = np.where((slots >= 0)[:, None], held[np.maximum(slots, 0)], np.zeros(1, held.dtype))
-    return pack_rows(np.ascontiguousarray(rows), lanes.tile), slots
+    return pack_rows(np.ascontiguousarray(rows), spec.dtype, lanes.tile), slots
 
 
 def check_linear(device: Device, lanes: Lanes, key: str) -> float:
     """Run one product; the error relative to the largest value."""
-    axes = dict(term.split("=") for term in key.split()[1:])
-    dtype, tile_tokens, norm, epilogue = DType(axes["DTYPE"]), int(axes["TOKENS"]), axes["NORM"], axes["EPILOGUE"]
+    fused = next(one for one in _FORMS if one.key(lanes.form) == key)
+    dtype, tile_tokens, epilogue = DType(fused.dtype), fused.tokens, fused.epilogue
     rng = generator(key)
+    columns = _BLOCK_COLUMNS if dtype.is_block else COLUMNS
     room, count = (1, 1) if tile_tokens == 1 else (_ROOM, _COUNT)
     units = _HEADS * _HEAD_DIM // 2 if epilogue == "rope" else lanes.block_rows + 5
     paired = epilogue in ("rope", "gated")
@@ -71,12 +100,12 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
     outputs = rows if epilogue == "rope" else units
     parts = (units, units) if epilogue == "gated" else (rows,)
     order = epilogue if paired else "plain"
-    spec = WeightSpec(("weight",) * len(parts), parts, COLUMNS, dtype, order, _HEAD_DIM, _ROTARY_DIM)
+    spec = WeightSpec(("weight",) * len(parts), parts, columns, dtype, order, _HEAD_DIM, _ROTARY_DIM)
     held, weight = weight_of(rng, rows, dtype)
     words, slots = packed(held, spec, lanes)
-    x, residual = unset(room, COLUMNS), unset(room, outputs)
-    x[:count], residual[:count] = normal(rng, count, COLUMNS), normal(rng, count, outputs)
-    bias, norm_weight, norm_bias = normal(rng, rows), normal(rng, COLUMNS), normal(rng, COLUMNS)
+    x, residual = unset(room, columns), unset(room, outputs)
+    x[:count], residual[:count] = normal(rng, count, columns), normal(rng, count, outputs)
+    bias, norm_weight, norm_bias = normal(rng, rows), normal(rng, columns), normal(rng, columns)
     cos, sin = unset(room, _HEAD_DIM // 2), unset(room, _HEAD_DIM // 2)
     cos[:count], sin[:count] = 1.0, 0.0
     turned = _ROTARY_DIM // 2
@@ -86,12 +115,10 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
         "x": x,
         "bias": np.where(slots >= 0, bias[np.maximum(slots, 0)], np.float32(0)),
         "y": unset(room, outputs),
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
     }
-    if norm != "none":
-        buffers["norm_weight"] = norm_weight
-    if norm == "layer":
-        buffers["norm_bias"] = norm_bias
-    if epilogue == "add":
+    if epilogue == "plain":
         buffers["residual"] = residual
     if epilogue == "rope":
         buffers |= {"rope_cos": cos, "rope_sin": sin}
@@ -99,10 +126,11 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
         buffers["token_count"] = np.array([count], np.uint32)
     blocks = -(-(-(-units // lanes.tile) * (2 if paired else 1)) // lanes.row_tiles)
     groups = 2
+    workgroup = lanes.workgroup if tile_tokens == 1 else lanes.prompt_workgroup
     constants = {
-        "WORKGROUP": lanes.workgroup,
+        "WORKGROUP": workgroup,
         "TILE": lanes.tile,
-        "COLUMNS": COLUMNS,
+        "COLUMNS": columns,
         "ROWS": units,
         "GROUPS": groups,
         "OUTPUTS": outputs,
@@ -112,29 +140,29 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
         "ROTARY_DIM": _ROTARY_DIM,
         "ROTARY_HEADS": _ROTATED_HEADS,
         # Less than all columns, so that the shared form stages more than once where it has few lanes to a row.
-        "X_CHUNK": pack_width(dtype) * (lanes.workgroup // lanes.tile),
-        **({"HAS_NORM_BIAS": 1} if norm == "layer" else {}),
+        "X_CHUNK": PACK * (workgroup // lanes.tile),
+        "NORM": NORMS[fused.norm],
+        "HAS_NORM_BIAS": 1,
+        "ACTIVATION": ACTIVATIONS[fused.activation],
+        **({"HAS_RESIDUAL": int(fused.residual)} if epilogue == "plain" else {}),
     }
     left = run_kernel(device, key, buffers, constants, (-(-blocks // groups), room // tile_tokens, 1))["y"]
     actual = floats(left).reshape(room, outputs)[:count]
-    inputs = _normalized(norm, x[:count].astype(np.float64), norm_weight.astype(np.float64), norm_bias)
+    inputs = _normalized(fused.norm, x[:count].astype(np.float64), norm_weight.astype(np.float64), norm_bias)
     turns = [part[:count, :turned].astype(np.float64) for part in (cos, sin)]
-    return error_of(actual, _finished(epilogue, inputs @ weight.T + bias, residual[:count], turns))
+    finished = _finished(epilogue, fused.activation, inputs @ weight.T + bias, turns)
+    return error_of(actual, finished + residual[:count] if fused.residual else finished)
 
 
-def _normalized(norm: str, x: F64, weight: F64, bias: NDArray[np.float32]) -> F64:
+def _normalized(norm: str | None, x: F64, weight: F64, bias: NDArray[np.float32]) -> F64:
     epsilon = float(np.float32(EPSILON))
     if norm == "rms":
         return references.rms_norm(x, weight, epsilon)
     return references.layer_norm(x, weight, bias.astype(np.float64), epsilon) if norm == "layer" else x
 
 
-def _finished(epilogue: str, value: F64, residual: NDArray[np.float32], turns: Sequence[F64]) -> F64:
+def _finished(epilogue: str, activation: Op | None, value: F64, turns: Sequence[F64]) -> F64:
     """What follows a product with its bias; `turns` are cosines and sines of the rotated pairs."""
-    if epilogue == "add":
-        return value + residual
-    if epilogue == "gelu_tanh":
-        return references.gelu_tanh(value)
     if epilogue == "gated":
         gate, up = np.split(value, 2, axis=1)
         return references.silu(gate) * up
@@ -142,7 +170,7 @@ def _finished(epilogue: str, value: F64, residual: NDArray[np.float32], turns: S
         heads = value.reshape(-1, _HEADS, _HEAD_DIM).copy()
         heads[:, :_ROTATED_HEADS] = references.rotate(heads[:, :_ROTATED_HEADS], turns[0], turns[1])
         return heads.reshape(len(value), -1)
-    return value
+    return references.gelu_tanh(value) if activation is Op.GELU_TANH else value
 
 
 def check_norm(device: Device, lanes: Lanes, key: str) -> float:
@@ -172,22 +200,23 @@ def check_embed(device: Device, lanes: Lanes, key: str) -> float:
     """Look up rows, of the whole embedding or of a part of it; values must be exact but for the last place."""
     axes = dict(term.split("=") for term in key.split()[1:])
     rng, dtype, part = generator(key), DType(axes["DTYPE"]), axes["PART"] == "1"
+    columns = _BLOCK_COLUMNS if dtype.is_block else COLUMNS
     rows, first = 2 * lanes.block_rows + 3, 7 if part else 0
     held, weight = weight_of(rng, rows, dtype)
-    words, _ = packed(held, WeightSpec(("weight",), (rows,), COLUMNS, dtype), lanes)
+    words, _ = packed(held, WeightSpec(("weight",), (rows,), columns, dtype), lanes)
     ids = np.array([0, rows - 1, lanes.tile, 1, lanes.tile - 1], np.uint32)
-    others = normal(rng, ids.size + 1, COLUMNS)
+    others = normal(rng, ids.size + 1, columns)
     buffers: dict[str, NDArray[Any]] = {
         "weight": words,
         "token_ids": np.concatenate([ids + first, np.zeros(1, np.uint32)]).astype(np.uint32),
-        "y": unset(ids.size + 1, COLUMNS),
+        "y": unset(ids.size + 1, columns),
     }
-    spec = {"WORKGROUP": min(lanes.workgroup, 64), "TILE": lanes.tile, "COLUMNS": COLUMNS}
+    spec = {"WORKGROUP": min(lanes.workgroup, 64), "TILE": lanes.tile, "COLUMNS": columns}
     expected = weight[np.append(ids, 0)]
     if part:
         buffers["others"] = others
         spec |= {"FIRST_ROW": first, "ROW_COUNT": rows, "HAS_OTHERS": 1}
         expected[-1] = others[-1]
-    chunks = -(-COLUMNS // pack_width(dtype))
+    chunks = -(-columns // PACK)
     groups = (-(-chunks // spec["WORKGROUP"]), ids.size + 1, 1)
     return error_of(floats(run_kernel(device, key, buffers, spec, groups)["y"]), expected)

@@ -11,6 +11,8 @@ from vkdecode.gpu.device import Device
 from vkdecode.gpu.self_check import run_self_check, subgroups_usable
 from vkdecode.gpu.vulkan_info import DeviceInfo
 
+_ROW_TILES = 4
+
 
 @dataclass(frozen=True)
 class Lanes:
@@ -19,8 +21,10 @@ class Lanes:
     Attributes:
         form: `subgroup` (a workgroup is one full subgroup) or `shared` (nothing is assumed about subgroups).
         tile: rows of a weight that lie side by side, and lanes along rows.
-        workgroup: invocations of a linear kernel's workgroup; `workgroup / tile` lanes share a row's columns.
-        row_tiles: tiles that one lane works on at a time (fixed in the shader for each form).
+        workgroup: most invocations of a linear kernel's workgroup for one token; `workgroup / tile` lanes share a row's
+            columns.
+        prompt_workgroup: the same for several tokens, which bring work enough and need more shared memory.
+        row_tiles: tiles that one lane works on at a time, as `shaders/weights.glsl` has it.
         wanted_workgroups: about how many workgroups a dispatch should have; 0 for as many as there is work.
 
     """
@@ -28,6 +32,7 @@ class Lanes:
     form: str
     tile: int
     workgroup: int
+    prompt_workgroup: int
     row_tiles: int
     wanted_workgroups: int
 
@@ -71,12 +76,15 @@ def choose_lanes(device: Device, form: str = "auto") -> Lanes:
 
 def subgroup_lanes(info: DeviceInfo) -> Lanes:
     """The shape of kernels whose workgroup is one subgroup."""
-    return Lanes("subgroup", info.subgroup_size, info.subgroup_size, 4, 4 * (os.cpu_count() or 1))
+    size = info.subgroup_size
+    return Lanes("subgroup", size, size, size, _ROW_TILES, 4 * (os.cpu_count() or 1))
 
 
 def shared_lanes(info: DeviceInfo) -> Lanes:
     """The shape of kernels that assume nothing about subgroups, within the device's limits."""
     invocations = min(info.limits.max_compute_work_group_invocations, info.limits.max_compute_work_group_size[0], 256)
-    tile = min(32, 1 << (invocations.bit_length() - 1))
-    split = 1 << ((invocations // tile).bit_length() - 1)
-    return Lanes("shared", tile, tile * split, 2, 4 * (os.cpu_count() or 1) if info.kind == "cpu" else 0)
+    invocations = 1 << (invocations.bit_length() - 1)
+    # Eight lanes, 16 bytes each, read 128 bytes in a row: a whole memory transaction of any GPU.
+    tile = min(8, invocations)
+    wanted = 4 * (os.cpu_count() or 1) if info.kind == "cpu" else 0
+    return Lanes("shared", tile, invocations, min(invocations, 64), _ROW_TILES, wanted)

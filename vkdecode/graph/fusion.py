@@ -24,6 +24,8 @@ from vkdecode.graph.nodes import (
     WeightSpec,
 )
 
+ACTIVATIONS = frozenset({Op.SILU, Op.GELU_TANH, Op.GELU})
+"""What a product can apply to its sums."""
 _NORMS = (Op.RMS_NORM, Op.LAYER_NORM)
 
 Roots = tuple[NodeId, ...]
@@ -31,13 +33,14 @@ Fusion = Callable[[Graph, Roots], Roots]
 
 
 def fuse_gated_mlp(graph: Graph, roots: Roots) -> Roots:
-    """silu(gate(x)) * up(x) becomes one product whose lanes hold a gate and its up row together."""
+    """act(gate(x)) * up(x) becomes one product whose lanes hold a gate and its up row together."""
     users = graph.consumers(roots)
     for node_id in graph.reachable(roots):
         if graph.node(node_id).op is not Op.MUL:
             continue
         left, up = graph.node(node_id).inputs
-        if graph.node(left).op is not Op.SILU:
+        activation = graph.node(left).op
+        if activation not in ACTIVATIONS:
             continue
         gate = graph.node(left).inputs[0]
         if not all(len(users[one]) == 1 for one in (left, gate, up)):
@@ -45,7 +48,7 @@ def fuse_gated_mlp(graph: Graph, roots: Roots) -> Roots:
         inputs = _stacked(graph, [gate, up], replace_spec={"order": "gated"})
         if inputs is not None:
             bias = len(inputs) == 3
-            graph.rewrite(node_id, Op.LINEAR, inputs, LinearAttrs(bias=bias, epilogue="gated"))
+            graph.rewrite(node_id, Op.LINEAR, inputs, LinearAttrs(bias=bias, epilogue="gated", activation=activation))
     return roots
 
 
@@ -113,25 +116,25 @@ def fuse_residual(graph: Graph, roots: Roots) -> Roots:
             if graph.node(product).op is not Op.LINEAR or len(users[product]) != 1 or product == residual:
                 continue
             attrs = graph.attrs(product, LinearAttrs)
-            if attrs.epilogue == "none":
-                graph.rewrite(
-                    node_id, Op.LINEAR, [*graph.node(product).inputs, residual], replace(attrs, epilogue="add")
-                )
+            if attrs.epilogue == "plain" and not attrs.residual:
+                inputs = [*graph.node(product).inputs, residual]
+                graph.rewrite(node_id, Op.LINEAR, inputs, replace(attrs, residual=True))
                 break
     return roots
 
 
 def fuse_activation(graph: Graph, roots: Roots) -> Roots:
-    """gelu_tanh(linear(x)) is applied to the finished sums."""
+    """act(linear(x)) is applied to the finished sums."""
     users = graph.consumers(roots)
     for node_id in graph.reachable(roots):
         node = graph.node(node_id)
-        if node.op is not Op.GELU_TANH or graph.node(node.inputs[0]).op is not Op.LINEAR:
+        if node.op not in ACTIVATIONS or graph.node(node.inputs[0]).op is not Op.LINEAR:
             continue
         product = node.inputs[0]
         attrs = graph.attrs(product, LinearAttrs)
-        if len(users[product]) == 1 and attrs.epilogue == "none":
-            graph.rewrite(node_id, Op.LINEAR, graph.node(product).inputs, replace(attrs, epilogue="gelu_tanh"))
+        free = attrs.epilogue == "plain" and attrs.activation is None and not attrs.residual
+        if len(users[product]) == 1 and free:
+            graph.rewrite(node_id, Op.LINEAR, graph.node(product).inputs, replace(attrs, activation=node.op))
     return roots
 
 

@@ -155,15 +155,18 @@ class LinearAttrs:
     """What is fused around a product.
 
     Inputs: x, weight, then bias, norm weight and norm bias, residual or cos and sin, as far as they are present.
-    `norm` is `rms` or `layer` and counts only where `norm_epsilon` is given. `epilogue` is `none`, `add` (a residual),
-    `rope`, `gated` (SiLU of the first row of a pair times the second) or `gelu_tanh`.
+    `norm` is `rms` or `layer` and counts only where `norm_epsilon` is given. `epilogue` is `plain` (the activation,
+    then the residual, as far as there are any), `rope` or `gated` (the activation of a pair's first row times the
+    second).
     """
 
     bias: bool = False
     norm_epsilon: float | None = None
     norm: str = "rms"
     norm_bias: bool = False
-    epilogue: str = "none"
+    epilogue: str = "plain"
+    activation: Op | None = None
+    residual: bool = False
     rope: RopeAttrs | None = None
 
 

@@ -51,8 +51,8 @@ def _split_linear(graph: Graph, node_id: NodeId, parts: list[WeightSpec]) -> Non
     attrs = graph.attrs(node_id, LinearAttrs)
     x, _, *rest = node.inputs
     bias = graph.attrs(rest.pop(0), WeightSpec) if attrs.bias else None
-    residual = rest.pop() if attrs.epilogue == "add" else None
-    inner = replace(attrs, epilogue="none") if attrs.epilogue == "add" else attrs
+    residual = rest.pop() if attrs.residual else None
+    inner = replace(attrs, residual=False)
     joined: NodeId | None = None
     width = 0
     for part in parts:

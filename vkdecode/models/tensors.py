@@ -95,8 +95,7 @@ class TensorTable:
         info = self._checked(name, whole[::-1] if transposed else whole)
         if transposed and info.dtype.is_block:
             raise UnsupportedModelError(f"tensor {name} in {self._where} is transposed and stored as {info.stored_as}")
-        stored = DType.F16 if info.dtype.is_block else info.dtype
-        dtype = dtype_for_matrix(name, stored, columns, self._dtype)
+        dtype = dtype_for_matrix(name, info.dtype, columns, self._dtype)
         return WeightSpec((info.name,), (rows,), columns, dtype, picks=_picks(part), transposed=transposed)
 
     def vector(

@@ -27,14 +27,22 @@ from vkdecode.graph import (
     ViewAttrs,
     WeightSpec,
 )
-from vkdecode.runtime.weight_layout import pack_width
+from vkdecode.runtime.block_layout import PACK
 
 _WORKGROUP = 64
 _ATTENTION_WORKGROUP = 64
 _TOKEN_TILE = 8
 _MOST_QUERIES = 4
+# The numbers that linear.comp and activations.glsl give them.
+NORMS = {None: 0, "rms": 1, "layer": 2}
+ACTIVATIONS = {None: 0, Op.SILU: 1, Op.GELU_TANH: 2, Op.GELU: 3}
 # The most that Vulkan promises on an axis; some devices allow no more.
 _MOST_WORKGROUPS = 65535
+MOST_PASSES = 30_000
+"""Loop passes that an invocation may take, with room to spare.
+
+After 65,535 of them, ways out of a loop included, the CPU driver of Mesa ends all loops without a sign.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,33 +94,36 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     bias = rest.pop(0) if attrs.bias else x
     tokens = node.shape[0]
     token_tile = 1 if tokens == 1 else _TOKEN_TILE
-    norm = "none" if attrs.norm_epsilon is None else attrs.norm
-    if norm == "layer" and not attrs.norm_bias:
-        rest.insert(1, rest[0])  # a binding that the kernel does not read
-    bindings = [weight, x, bias, node.id, *rest]
+    norm: list[NodeId] = []
+    if attrs.norm_epsilon is not None:
+        norm, rest = rest[: 1 + attrs.norm_bias], rest[1 + attrs.norm_bias :]
+    if attrs.epilogue == "plain" and not attrs.residual:
+        rest = [x]
+    # What a kernel does not read is bound to x.
+    bindings = [weight, x, bias, node.id, *norm, *[x] * (2 - len(norm)), *rest]
     if token_tile > 1:
         if tokens % token_tile:
             raise UnsupportedModelError(f"a step of {tokens} tokens is not a multiple of {token_tile}")
         bindings.append(graph.find_data("token_count"))
     kernel = registry().get(
-        "linear",
-        LANES=lanes.form,
-        DTYPE=spec.dtype.value,
-        TOKENS=token_tile,
-        NORM=norm,
-        EPILOGUE=attrs.epilogue,
+        "linear", LANES=lanes.form, DTYPE=spec.dtype.value, TOKENS=token_tile, EPILOGUE=attrs.epilogue
     )
     paired = attrs.epilogue in ("rope", "gated")
     rows = spec.units
     tiles = -(-rows // lanes.tile) * (2 if paired else 1)
     blocks = -(-tiles // lanes.row_tiles)
     wanted = lanes.wanted_workgroups if tokens == 1 else lanes.wanted_workgroups // 2
+    chunks = -(-spec.columns // PACK)
+    most = lanes.workgroup if token_tile == 1 else lanes.prompt_workgroup
+    split = min(most // lanes.tile, 1 << (chunks.bit_length() - 1))
+    staged = PACK * split * (max(256 // (PACK * split), 1) if token_tile == 1 else 1)
+    staged = min(staged, chunks * PACK)
+    once, each = _linear_passes(chunks, lanes.tile * split, staged, lanes, token_tile)
     groups = -(-blocks // min(wanted or _MOST_WORKGROUPS, _MOST_WORKGROUPS))
-    split = lanes.workgroup // lanes.tile
-    chunk = pack_width(spec.dtype) * split * (32 // split if token_tile == 1 else 1)
+    groups = max(min(groups, (MOST_PASSES - once) // each), -(-blocks // _MOST_WORKGROUPS))
     rope = attrs.rope or RopeAttrs(1, 0, 2, 2)
     constants = {
-        "WORKGROUP": lanes.workgroup,
+        "WORKGROUP": lanes.tile * split,
         "TILE": lanes.tile,
         "COLUMNS": spec.columns,
         "ROWS": rows,
@@ -123,18 +134,37 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "HEAD_DIM": rope.head_dim,
         "ROTARY_DIM": rope.rotary_dim,
         "ROTARY_HEADS": rope.rotated_heads,
-        "X_CHUNK": min(chunk, -(-spec.columns // pack_width(spec.dtype)) * pack_width(spec.dtype)),
+        "X_CHUNK": staged,
+        "NORM": NORMS[None if attrs.norm_epsilon is None else attrs.norm],
+        "HAS_NORM_BIAS": int(attrs.norm_bias),
+        "ACTIVATION": ACTIVATIONS[attrs.activation],
     }
-    if norm == "layer":
-        constants["HAS_NORM_BIAS"] = int(attrs.norm_bias)
+    if attrs.epilogue == "plain":
+        constants["HAS_RESIDUAL"] = int(attrs.residual)
     work = tokens * rows * (2 if paired else 1) * spec.columns
     return Choice(kernel, tuple(bindings), constants, (-(-blocks // groups), tokens // token_tile, 1), {}, work)
+
+
+def _linear_passes(chunks: int, workgroup: int, staged: int, lanes: Lanes, tokens: int) -> tuple[int, int]:
+    """Loop passes of an invocation of linear.comp at most: before its first group, and in each group.
+
+    One token takes one pass a chunk, several take six; the shared form stages x and adds up the groups of lanes too.
+    """
+    measured = 2 * tokens * (1 + -(-chunks * PACK // workgroup))
+    inner = 1 if tokens == 1 else 6
+    if lanes.form == "subgroup":
+        return measured, 2 + chunks * inner
+    split = workgroup // lanes.tile
+    stages = -(-chunks * PACK // staged)
+    per_stage = 2 + tokens * (1 + -(-staged // workgroup)) + -(-staged // (PACK * split)) * inner
+    summed = lanes.row_tiles * tokens * (1 + split)
+    return measured + tokens * 2 * (1 + workgroup.bit_length()), 2 + stages * per_stage + summed
 
 
 def _embed(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     token_ids, weight, *others = node.inputs
     spec = graph.attrs(weight, WeightSpec)
-    chunks = -(-spec.columns // pack_width(spec.dtype))
+    chunks = -(-spec.columns // PACK)
     constants = {"WORKGROUP": _WORKGROUP, "TILE": lanes.tile, "COLUMNS": spec.columns}
     if spec.unit_count:
         constants |= {"FIRST_ROW": spec.first_unit, "ROW_COUNT": spec.unit_count, "HAS_OTHERS": len(others)}

@@ -1,6 +1,7 @@
 """The order in which a weight's rows and columns lie on the device; pure numpy.
 
-The layout is the one that `shaders/weights.glsl` describes: tiles of rows, 16 bytes of each row next to one another.
+The layout is the one that `shaders/weights.glsl` describes: each word of a row next to the same word of the rows that a
+lane and its neighbours work on.
 """
 
 from __future__ import annotations
@@ -10,14 +11,22 @@ from numpy.typing import NDArray
 
 from vkdecode.errors import ConfigError, DeviceError
 from vkdecode.graph import MostUnits, RowPick, WeightSpec
+from vkdecode.runtime.block_layout import BLOCK_LAYOUTS, PACK, block_words
 from vkdecode.weights.dtypes import DType
 
 Rows = NDArray[np.int64]
 
 
-def pack_width(dtype: DType) -> int:
-    """Columns in 16 bytes of a weight."""
-    return 16 // dtype.itemsize
+ROW_TILES = 4
+"""Tiles of rows that one lane works on at a time, as `shaders/weights.glsl` has it."""
+
+
+def _row_words(dtype: DType, columns: int) -> int:
+    """32-bit words of a row."""
+    if dtype.is_block:
+        layout = BLOCK_LAYOUTS[dtype]
+        return -(-columns // layout.columns) * layout.words
+    return -(-columns // PACK) * PACK * dtype.itemsize // 4
 
 
 def row_slots(spec: WeightSpec, tile: int, block_rows: int) -> Rows:
@@ -69,23 +78,28 @@ def _rope_pairs(spec: WeightSpec) -> tuple[Rows, Rows]:
     return (heads + first).reshape(-1), (heads + second).reshape(-1)
 
 
-def pack_rows(rows: NDArray[np.generic], tile: int) -> NDArray[np.uint32]:
-    """Arrange rows [slots, columns], slots a multiple of `tile`, as the kernels read them; uint32, flat."""
-    slots, columns = rows.shape
-    width = 16 // rows.dtype.itemsize
-    chunks = -(-columns // width)
-    if chunks * width != columns:
-        padded = np.zeros((slots, chunks * width), rows.dtype)
-        padded[:, :columns] = rows
-        rows = padded
-    tiles = rows.view(np.uint32).reshape(slots // tile, tile, chunks, 4)
-    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3)).reshape(-1)
+def pack_rows(rows: NDArray[np.generic], dtype: DType, tile: int) -> NDArray[np.uint32]:
+    """Arrange rows [slots, columns], whole blocks of `ROW_TILES * tile`, as the kernels read them; uint32, flat.
+
+    Rows of a block format come as files store them, uint8 [slots, bytes].
+    """
+    slots = rows.shape[0]
+    if dtype.is_block:
+        words = block_words(rows.view(np.uint8), dtype).reshape(slots, -1)
+    else:
+        width = _row_words(dtype, rows.shape[1]) * 4 // dtype.itemsize
+        if width != rows.shape[1]:
+            padded = np.zeros((slots, width), rows.dtype)
+            padded[:, : rows.shape[1]] = rows
+            rows = padded
+        words = np.ascontiguousarray(rows).view(np.uint32)
+    blocks = words.reshape(slots // (ROW_TILES * tile), ROW_TILES, tile, -1)
+    return np.ascontiguousarray(blocks.transpose(0, 3, 2, 1)).reshape(-1)
 
 
 def packed_bytes(spec: WeightSpec, slots: int) -> int:
     """Bytes of a packed weight with this many row slots."""
-    width = pack_width(spec.dtype)
-    return slots * -(-spec.columns // width) * 16
+    return slots * _row_words(spec.dtype, spec.columns) * 4
 
 
 def weight_bytes(spec: WeightSpec, tile: int, block_rows: int) -> int:

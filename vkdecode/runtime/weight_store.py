@@ -104,12 +104,13 @@ class WeightStore:
                 uploader.write(storage, 0, values.astype(np.float32) + 1 if spec.plus_one else values)
                 return storage
             row_bytes = packed_bytes(spec, 1)
-            step = max(_PIECE_BYTES // (row_bytes * self.lanes.tile), 1) * self.lanes.tile
+            block = self.lanes.block_rows
+            step = max(_PIECE_BYTES // (row_bytes * block), 1) * block
             if spec.transposed:
                 step = slots.size  # each piece would read the whole tensor
             for first in range(0, slots.size, step):
                 rows = _gather(source, spec, slots[first : first + step])
-                uploader.write(storage, first * row_bytes, pack_rows(rows, self.lanes.tile))
+                uploader.write(storage, first * row_bytes, pack_rows(rows, spec.dtype, self.lanes.tile))
         except BaseException:
             storage.close()
             raise

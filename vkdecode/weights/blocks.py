@@ -15,19 +15,20 @@ from vkdecode.weights.dtypes import DType
 QUANTIZED_AT_LOAD = (DType.Q8_0, DType.Q4_0)
 """Block formats that `encode_rows` makes."""
 
-# Byte offsets of the float16 scales of a block.
+# The float16 scales of a block: byte offset, and a value with which random integers deviate by about 0.02 around 0, as
+# weights do before training.
 _SCALES = {
-    DType.Q4_0: (0,),
-    DType.Q4_1: (0, 2),
-    DType.Q5_0: (0,),
-    DType.Q5_1: (0, 2),
-    DType.Q8_0: (0,),
-    DType.Q2_K: (80, 82),
-    DType.Q3_K: (108,),
-    DType.Q4_K: (0, 2),
-    DType.Q5_K: (0, 2),
-    DType.Q6_K: (208,),
-    DType.IQ4_NL: (0,),
+    DType.Q4_0: ((0, 4.3e-3),),
+    DType.Q4_1: ((0, 4.3e-3), (2, -3.2e-2)),
+    DType.Q5_0: ((0, 2.2e-3),),
+    DType.Q5_1: ((0, 2.2e-3), (2, -3.4e-2)),
+    DType.Q8_0: ((0, 2.7e-4),),
+    DType.Q2_K: ((80, 1.3e-3), (82, 2.0e-3)),
+    DType.Q3_K: ((108, 4.7e-4),),
+    DType.Q4_K: ((0, 8.0e-5), (2, 6.0e-4)),
+    DType.Q5_K: ((0, 4.0e-5), (2, 6.0e-4)),
+    DType.Q6_K: ((208, 1.5e-5),),
+    DType.IQ4_NL: ((0, 2.8e-4),),
 }
 
 
@@ -78,4 +79,13 @@ def scales_are_finite(rows: NDArray[np.uint8], dtype: DType) -> bool:
     """Whether all blocks of these raw rows hold numbers: the scales are all that could be infinite or NaN in them."""
     blocks = rows.reshape(-1, dtype.block_bytes)
     # An exponent of all ones, in the high byte of a little-endian float16.
-    return not any(((blocks[:, at + 1] & 0x7C) == 0x7C).any() for at in _SCALES[dtype])
+    return not any(((blocks[:, at + 1] & 0x7C) == 0x7C).any() for at, _ in _SCALES[dtype])
+
+
+def random_rows(rng: np.random.Generator, rows: int, columns: int, dtype: DType) -> NDArray[np.uint8]:
+    """Raw rows of random integers with fixed scales, uint8 [rows, bytes]; values have a deviation of about 0.02."""
+    raw = rng.integers(0, 256, (rows, dtype.row_bytes(columns)), np.uint8)
+    blocks = raw.reshape(-1, dtype.block_bytes)
+    for at, scale in _SCALES[dtype]:
+        blocks[:, at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    return raw

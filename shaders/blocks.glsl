@@ -1,0 +1,200 @@
+// The GGUF block formats, as `weights.glsl` lays them out and `runtime/block_layout.py` packs them.
+//
+// A chunk is 32 columns, a block PARTS chunks. After SCALE_WORDS words for the whole block the integers q of each chunk stand in a plane
+// of their LOW_BITS low bits, as many words, and then in one of their HIGH_BITS high bits. A group of GROUP columns has a scale and an
+// offset, and a weight is scale * q + offset. Formats after ggml's definitions (ggml-common.h), as the gguf package decodes them.
+#ifndef BLOCKS_GLSL
+#define BLOCKS_GLSL
+
+#if defined(DTYPE_Q4_0) || defined(DTYPE_IQ4_NL)
+#define PARTS 2
+#define SCALE_WORDS 1
+#define LOW_BITS 4
+#elif defined(DTYPE_Q4_1)
+#define PARTS 1
+#define SCALE_WORDS 1
+#define LOW_BITS 4
+#elif defined(DTYPE_Q5_0)
+#define PARTS 2
+#define SCALE_WORDS 1
+#define LOW_BITS 4
+#define HIGH_BITS 1
+#elif defined(DTYPE_Q5_1)
+#define PARTS 1
+#define SCALE_WORDS 1
+#define LOW_BITS 4
+#define HIGH_BITS 1
+#elif defined(DTYPE_Q8_0)
+#define PARTS 2
+#define SCALE_WORDS 1
+#define LOW_BITS 8
+#elif defined(DTYPE_Q2_K)
+#define PARTS 8
+#define SCALE_WORDS 5
+#define LOW_BITS 2
+#define GROUP 16
+#elif defined(DTYPE_Q3_K)
+#define PARTS 8
+#define SCALE_WORDS 4
+#define LOW_BITS 2
+#define HIGH_BITS 1
+#define GROUP 16
+#elif defined(DTYPE_Q4_K)
+#define PARTS 8
+#define SCALE_WORDS 5
+#define LOW_BITS 4
+#elif defined(DTYPE_Q5_K)
+#define PARTS 8
+#define SCALE_WORDS 5
+#define LOW_BITS 4
+#define HIGH_BITS 1
+#elif defined(DTYPE_Q6_K)
+#define PARTS 8
+#define SCALE_WORDS 5
+#define LOW_BITS 4
+#define HIGH_BITS 2
+#define GROUP 16
+#endif
+
+#ifndef GROUP
+#define GROUP 32
+#endif
+#define BLOCK (PARTS * PACK)
+#ifdef HIGH_BITS
+#define WORDS (SCALE_WORDS + PARTS * (LOW_BITS + HIGH_BITS))
+#else
+#define WORDS (SCALE_WORDS + PARTS * LOW_BITS)
+#endif
+
+struct Chunk {
+    uvec4 low[LOW_BITS];
+#ifdef HIGH_BITS
+    uvec4 high[HIGH_BITS];
+#endif
+    vec2 affine[ROW_TILES][PACK / GROUP];  // scale and offset of each group
+};
+
+#define FIELD(word, at, bits) ((word) >> (at) & ((1u << (bits)) - 1u))
+
+// Scale and offset of a row's groups, from the block's first word and, in K-quants, the word (two of Q3_K) with the chunk's scales.
+void set_affine(uint word, uint scales, uint more, uint part, inout vec2 affine[PACK / GROUP]) {
+#if defined(DTYPE_Q4_1) || defined(DTYPE_Q5_1)
+    affine[0] = unpackHalf2x16(word);
+#elif SCALE_WORDS == 1
+    float d = unpackHalf2x16(word >> 16 * part).x;
+#if defined(DTYPE_Q4_0)
+    affine[0] = vec2(d, -8.0 * d);
+#elif defined(DTYPE_Q5_0)
+    affine[0] = vec2(d, -16.0 * d);
+#else
+    affine[0] = vec2(d, 0.0);
+#endif
+#elif defined(DTYPE_Q2_K)
+    vec2 d = unpackHalf2x16(word);
+    scales >>= 16 * (part % 2);
+    affine[0] = vec2(d.x * float(FIELD(scales, 0, 4)), -d.y * float(FIELD(scales, 4, 4)));
+    affine[1] = vec2(d.x * float(FIELD(scales, 8, 4)), -d.y * float(FIELD(scales, 12, 4)));
+#elif defined(DTYPE_Q3_K)
+    float d = unpackHalf2x16(word).x;
+    [[unroll]] for (uint g = 0; g < 2; ++g) {
+        uint low = FIELD(scales, 8 * (part % 4) + 4 * g, 4);
+        uint high = FIELD(more, 4 * part + 2 * g, 2);
+        float scale = d * (float(low | high << 4) - 32.0);
+        affine[g] = vec2(scale, -4.0 * scale);
+    }
+#elif defined(DTYPE_Q4_K) || defined(DTYPE_Q5_K)
+    vec2 d = unpackHalf2x16(word);
+    scales >>= 16 * (part % 2);
+    affine[0] = vec2(d.x * float(FIELD(scales, 0, 8)), -d.y * float(FIELD(scales, 8, 8)));
+#elif defined(DTYPE_Q6_K)
+    float d = unpackHalf2x16(word).x;
+    scales <<= 16 * (1 - part % 2);
+    affine[0].x = d * float(int(scales << 8) >> 24);
+    affine[1].x = d * float(int(scales) >> 24);
+    [[unroll]] for (uint g = 0; g < 2; ++g) affine[g].y = -32.0 * affine[g].x;
+#endif
+}
+
+Chunk load_chunk(uint block, uint chunk, uint lane) {
+    uint part = chunk % PARTS;
+    uint at = (block * ((COLUMNS + BLOCK - 1) / BLOCK) + chunk / PARTS) * WORDS * TILE + lane;
+    Chunk held;
+    uvec4 first = load_words(at);
+    uvec4 scales = uvec4(0);
+    uvec4 more = uvec4(0);
+#if defined(DTYPE_Q3_K)
+    scales = load_words(at + (1 + part / 4) * TILE);
+    more = load_words(at + 3 * TILE);
+#elif SCALE_WORDS > 1
+    scales = load_words(at + (1 + part / 2) * TILE);
+#endif
+    at += SCALE_WORDS * TILE;
+    [[unroll]] for (uint w = 0; w < LOW_BITS; ++w) held.low[w] = load_words(at + (part * LOW_BITS + w) * TILE);
+#ifdef HIGH_BITS
+    at += PARTS * LOW_BITS * TILE;
+    [[unroll]] for (uint w = 0; w < HIGH_BITS; ++w) held.high[w] = load_words(at + (part * HIGH_BITS + w) * TILE);
+#endif
+    [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) set_affine(first[r], scales[r], more[r], part, held.affine[r]);
+    return held;
+}
+
+// Planes of 2, 4 and 8 bits keep the files' order: column c is in field c / (4 * bits) of byte c % (4 * bits).
+#define PLANE_WORD(l, bits) ((l) % (bits))
+#define PLANE_FIELD(l, bits) ((bits) * ((l) / (bits)))
+#define GROUP_OF(l) (4 * (l) / GROUP)
+
+// The integer of column 4 l + j; exact.
+float quant_at(Chunk held, uint r, uint l, uint j) {
+    uint low = held.low[PLANE_WORD(l, LOW_BITS)][r];
+#if LOW_BITS == 8
+    return float(int(low << (24 - 8 * j)) >> 24);
+#else
+    uint q = FIELD(low >> 8 * j, PLANE_FIELD(l, LOW_BITS), LOW_BITS);
+#ifdef HIGH_BITS
+#if HIGH_BITS == 1
+    q |= FIELD(held.high[0][r] >> j, 4 * l, 1) << LOW_BITS;
+#else
+    q |= FIELD(held.high[PLANE_WORD(l, 2)][r] >> 8 * j, PLANE_FIELD(l, 2), 2) << LOW_BITS;
+#endif
+#endif
+#ifdef DTYPE_IQ4_NL
+    // Sixteen signed bytes: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113.
+    uint half_a = q < 4 ? 0xbfad9881u : 0xf6eaddcfu;
+    uint half_b = q < 12 ? 0x26190d01u : 0x71594535u;
+    return float(int((q < 8 ? half_a : half_b) << (24 - 8 * (q & 3))) >> 24);
+#else
+    return float(int(q));
+#endif
+#endif
+}
+
+float weight_at(Chunk held, uint r, uint l, uint j) {
+    vec2 affine = held.affine[r][GROUP_OF(l)];
+    return fma(quant_at(held, r, l, j), affine.x, affine.y);
+}
+
+// For products with one token: the same integer where it stands in its word, which saves the shift; raw_at times raw_scale is quant_at.
+// j is a constant too.
+#if LOW_BITS == 4 && !defined(HIGH_BITS) && !defined(DTYPE_IQ4_NL)
+#define RAW_SHIFT(l, j) (8 * (j) + PLANE_FIELD(l, 4))
+
+float raw_scale(uint l, uint j) {
+    return uintBitsToFloat((127 - min(RAW_SHIFT(l, j), 24)) << 23);
+}
+
+float raw_at(Chunk held, uint r, uint l, uint j) {
+    uint low = held.low[PLANE_WORD(l, 4)][r];
+    if (RAW_SHIFT(l, j) == 28) return float(int(low >> 4 & 0x0f000000u));  // stays clear of the sign
+    return float(int(low & ((1u << LOW_BITS) - 1u) << RAW_SHIFT(l, j)));
+}
+#else
+float raw_scale(uint l, uint j) {
+    return 1.0;
+}
+
+float raw_at(Chunk held, uint r, uint l, uint j) {
+    return quant_at(held, r, l, j);
+}
+#endif
+
+#endif
