@@ -187,7 +187,8 @@ void fold_block(bool cached, uint kv_head, uint start, uint first, uint count, i
                 vec4 row = load_v(cached, kv_head, first + mine, word);
                 [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
                     // A row that no query sees may hold NaN: it is left out, not multiplied by zero.
-                    if (counted && shared_weight[i] > 0.0) state.value[i * WORDS + w] += shared_weight[i] * row;
+                    bool seen = counted && shared_weight[i] > 0.0;
+                    state.value[i * WORDS + w] += mix(vec4(0.0), shared_weight[i] * row, bvec4(seen));
                 }
             }
         }
@@ -203,7 +204,7 @@ void fold_block(bool cached, uint kv_head, uint start, uint first, uint count, i
                 vec4 row = load_v(cached, kv_head, first + j, word);
                 [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
                     float share = weight[i * WORKGROUP + j];
-                    if (share > 0.0) state.value[i * WORDS + w] += share * row;
+                    state.value[i * WORDS + w] += mix(vec4(0.0), share * row, bvec4(share > 0.0));
                 }
             }
         }

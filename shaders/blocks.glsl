@@ -71,47 +71,47 @@ struct Chunk {
 #ifdef HIGH_BITS
     uvec4 high[HIGH_BITS];
 #endif
-    vec2 affine[ROW_TILES][PACK / GROUP];  // scale and offset of each group
+    vec4 scale[PACK / GROUP];
+    vec4 offset[PACK / GROUP];
 };
 
-#define FIELD(word, at, bits) ((word) >> (at) & ((1u << (bits)) - 1u))
+#define FIELD(words, at, bits) ((words) >> (at) & ((1u << (bits)) - 1u))
 
-// Scale and offset of a row's groups, from the block's first word and, in K-quants, the word (two of Q3_K) with the chunk's scales.
-void set_affine(uint word, uint scales, uint more, uint part, inout vec2 affine[PACK / GROUP]) {
+// Scale and offset of each group, from the block's first word and, in K-quants, the word (two of Q3_K) with the chunk's scales.
+void set_affine(uvec4 first, uvec4 scales, uvec4 more, uint part, inout Chunk held) {
 #if defined(DTYPE_Q4_1) || defined(DTYPE_Q5_1)
-    affine[0] = unpackHalf2x16(word);
+    held.scale[0] = unpack_f16(first);
+    held.offset[0] = unpack_f16(first >> 16);
 #elif SCALE_WORDS == 1
-    float d = unpackHalf2x16(word >> 16 * part).x;
+    held.scale[0] = unpack_f16(first >> 16 * part);
 #if defined(DTYPE_Q4_0)
-    affine[0] = vec2(d, -8.0 * d);
+    held.offset[0] = -8.0 * held.scale[0];
 #elif defined(DTYPE_Q5_0)
-    affine[0] = vec2(d, -16.0 * d);
+    held.offset[0] = -16.0 * held.scale[0];
 #else
-    affine[0] = vec2(d, 0.0);
+    held.offset[0] = vec4(0.0);
 #endif
 #elif defined(DTYPE_Q2_K)
-    vec2 d = unpackHalf2x16(word);
     scales >>= 16 * (part % 2);
-    affine[0] = vec2(d.x * float(FIELD(scales, 0, 4)), -d.y * float(FIELD(scales, 4, 4)));
-    affine[1] = vec2(d.x * float(FIELD(scales, 8, 4)), -d.y * float(FIELD(scales, 12, 4)));
-#elif defined(DTYPE_Q3_K)
-    float d = unpackHalf2x16(word).x;
     [[unroll]] for (uint g = 0; g < 2; ++g) {
-        uint low = FIELD(scales, 8 * (part % 4) + 4 * g, 4);
-        uint high = FIELD(more, 4 * part + 2 * g, 2);
-        float scale = d * (float(low | high << 4) - 32.0);
-        affine[g] = vec2(scale, -4.0 * scale);
+        held.scale[g] = unpack_f16(first) * vec4(FIELD(scales, 8 * g, 4));
+        held.offset[g] = -unpack_f16(first >> 16) * vec4(FIELD(scales, 8 * g + 4, 4));
+    }
+#elif defined(DTYPE_Q3_K)
+    [[unroll]] for (uint g = 0; g < 2; ++g) {
+        uvec4 scale = FIELD(scales, 8 * (part % 4) + 4 * g, 4) | FIELD(more, 4 * part + 2 * g, 2) << 4;
+        held.scale[g] = unpack_f16(first) * (vec4(scale) - float(1 << 5));
+        held.offset[g] = -4.0 * held.scale[g];
     }
 #elif defined(DTYPE_Q4_K) || defined(DTYPE_Q5_K)
-    vec2 d = unpackHalf2x16(word);
     scales >>= 16 * (part % 2);
-    affine[0] = vec2(d.x * float(FIELD(scales, 0, 8)), -d.y * float(FIELD(scales, 8, 8)));
+    held.scale[0] = unpack_f16(first) * vec4(FIELD(scales, 0, 8));
+    held.offset[0] = -unpack_f16(first >> 16) * vec4(FIELD(scales, 8, 8));
 #elif defined(DTYPE_Q6_K)
-    float d = unpackHalf2x16(word).x;
     scales <<= 16 * (1 - part % 2);
-    affine[0].x = d * float(int(scales << 8) >> 24);
-    affine[1].x = d * float(int(scales) >> 24);
-    [[unroll]] for (uint g = 0; g < 2; ++g) affine[g].y = -32.0 * affine[g].x;
+    held.scale[0] = unpack_f16(first) * vec4(ivec4(scales << 8) >> 24);
+    held.scale[1] = unpack_f16(first) * vec4(ivec4(scales) >> 24);
+    [[unroll]] for (uint g = 0; g < 2; ++g) held.offset[g] = -float(1 << 5) * held.scale[g];
 #endif
 }
 
@@ -134,7 +134,7 @@ Chunk load_chunk(uint block, uint chunk, uint lane) {
     at += PARTS * LOW_BITS * TILE;
     [[unroll]] for (uint w = 0; w < HIGH_BITS; ++w) held.high[w] = load_words(at + (part * HIGH_BITS + w) * TILE);
 #endif
-    [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) set_affine(first[r], scales[r], more[r], part, held.affine[r]);
+    set_affine(first, scales, more, part, held);
     return held;
 }
 
@@ -143,38 +143,39 @@ Chunk load_chunk(uint block, uint chunk, uint lane) {
 #define PLANE_FIELD(l, bits) ((bits) * ((l) / (bits)))
 #define GROUP_OF(l) (4 * (l) / GROUP)
 
-// The integer of column 4 l + j; exact.
-float quant_at(Chunk held, uint r, uint l, uint j) {
-    uint low = held.low[PLANE_WORD(l, LOW_BITS)][r];
+// The integers of column 4 l + j; exact.
+vec4 quant_at(Chunk held, uint l, uint j) {
+    uvec4 low = held.low[PLANE_WORD(l, LOW_BITS)];
 #if LOW_BITS == 8
-    return float(int(low << (24 - 8 * j)) >> 24);
+    return vec4(ivec4(low << (24 - 8 * j)) >> 24);
 #else
-    uint q = FIELD(low >> 8 * j, PLANE_FIELD(l, LOW_BITS), LOW_BITS);
+    uvec4 q = FIELD(low >> 8 * j, PLANE_FIELD(l, LOW_BITS), LOW_BITS);
 #ifdef HIGH_BITS
 #if HIGH_BITS == 1
-    q |= FIELD(held.high[0][r] >> j, 4 * l, 1) << LOW_BITS;
+    q |= FIELD(held.high[0] >> j, 4 * l, 1) << LOW_BITS;
 #else
-    q |= FIELD(held.high[PLANE_WORD(l, 2)][r] >> 8 * j, PLANE_FIELD(l, 2), 2) << LOW_BITS;
+    q |= FIELD(held.high[PLANE_WORD(l, 2)] >> 8 * j, PLANE_FIELD(l, 2), 2) << LOW_BITS;
 #endif
 #endif
 #ifdef DTYPE_IQ4_NL
     // Sixteen signed bytes: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113.
-    uint half_a = q < 4 ? 0xbfad9881u : 0xf6eaddcfu;
-    uint half_b = q < 12 ? 0x26190d01u : 0x71594535u;
-    return float(int((q < 8 ? half_a : half_b) << (24 - 8 * (q & 3))) >> 24);
+    uvec4 table;
+    [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
+        table[r] = q[r] < 8 ? (q[r] < 4 ? 0xbfad9881u : 0xf6eaddcfu) : (q[r] < 12 ? 0x26190d01u : 0x71594535u);
+    }
+    return vec4(ivec4(table << (24 - 8 * (q & 3))) >> 24);
 #else
-    return float(int(q));
+    return vec4(ivec4(q));
 #endif
 #endif
 }
 
-float weight_at(Chunk held, uint r, uint l, uint j) {
-    vec2 affine = held.affine[r][GROUP_OF(l)];
-    return fma(quant_at(held, r, l, j), affine.x, affine.y);
+vec4 weight_at(Chunk held, uint l, uint j) {
+    return fma(quant_at(held, l, j), held.scale[GROUP_OF(l)], held.offset[GROUP_OF(l)]);
 }
 
-// For products with one token: the same integer where it stands in its word, which saves the shift; raw_at times raw_scale is quant_at.
-// j is a constant too.
+// For products with one token: the same integers where they stand in their words, which saves a shift; raw_at times raw_scale is
+// quant_at. j is a constant here.
 #if LOW_BITS == 4 && !defined(HIGH_BITS) && !defined(DTYPE_IQ4_NL)
 #define RAW_SHIFT(l, j) (8 * (j) + PLANE_FIELD(l, 4))
 
@@ -182,18 +183,18 @@ float raw_scale(uint l, uint j) {
     return uintBitsToFloat((127 - min(RAW_SHIFT(l, j), 24)) << 23);
 }
 
-float raw_at(Chunk held, uint r, uint l, uint j) {
-    uint low = held.low[PLANE_WORD(l, 4)][r];
-    if (RAW_SHIFT(l, j) == 28) return float(int(low >> 4 & 0x0f000000u));  // stays clear of the sign
-    return float(int(low & ((1u << LOW_BITS) - 1u) << RAW_SHIFT(l, j)));
+vec4 raw_at(Chunk held, uint l, uint j) {
+    uvec4 low = held.low[PLANE_WORD(l, 4)];
+    if (RAW_SHIFT(l, j) == 28) return vec4(ivec4(low >> 4 & 0x0f000000u));  // stays clear of the sign
+    return vec4(ivec4(low & ((1u << LOW_BITS) - 1u) << RAW_SHIFT(l, j)));
 }
 #else
 float raw_scale(uint l, uint j) {
     return 1.0;
 }
 
-float raw_at(Chunk held, uint r, uint l, uint j) {
-    return quant_at(held, r, l, j);
+vec4 raw_at(Chunk held, uint l, uint j) {
+    return quant_at(held, l, j);
 }
 #endif
 

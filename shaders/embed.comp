@@ -53,7 +53,7 @@ void main() {
     [[dont_unroll]] for (uint j = 0; j < 4; ++j) {
         [[unroll]] for (uint l = 0; l < PACK / 4; ++l) {
             uint column = chunk * PACK + 4 * l + j;
-            if (column < COLUMNS) y[token * COLUMNS + column] = weight_at(held, 0, l, j);
+            if (column < COLUMNS) y[token * COLUMNS + column] = weight_at(held, l, j).x;
         }
     }
 }

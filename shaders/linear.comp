@@ -30,13 +30,11 @@ layout(constant_id = 15) const uint HAS_RESIDUAL = 0;
 
 // What a dispatch does not use is bound to some other buffer.
 layout(std430, binding = 0) readonly buffer Weight { uvec4 weight[]; };
-layout(std430, binding = 1) readonly buffer X { float x[]; };
-layout(std430, binding = 1) readonly buffer X4 { vec4 x4[]; };  // the same, where rows are whole vectors
+layout(std430, binding = 1) readonly buffer X { vec4 x[]; };  // rows are whole vectors: COLUMNS is a multiple of 4
 layout(std430, binding = 2) readonly buffer Bias { float bias[]; };
 layout(std430, binding = 3) writeonly buffer Y { float y[]; };
-layout(std430, binding = 4) readonly buffer NormWeight { float norm_weight[]; };
-layout(std430, binding = 4) readonly buffer NormWeight4 { vec4 norm_weight4[]; };
-layout(std430, binding = 5) readonly buffer NormBias { float norm_bias[]; };
+layout(std430, binding = 4) readonly buffer NormWeight { vec4 norm_weight[]; };
+layout(std430, binding = 5) readonly buffer NormBias { vec4 norm_bias[]; };
 #if defined(EPILOGUE_ROPE)
 layout(std430, binding = 6) readonly buffer RopeCos { float rope_cos[]; };
 layout(std430, binding = 7) readonly buffer RopeSin { float rope_sin[]; };
@@ -62,48 +60,47 @@ const uint CHUNKS = (COLUMNS + PACK - 1) / PACK;
 float norm_mean[TOKENS];
 float norm_scale[TOKENS];
 
-// A column of x of the t-th token of this tile, normalized; an RMS norm leaves its factor to the finished sums.
-float load_x(uint first_token, uint t, uint column) {
-    if (COLUMNS % PACK != 0 && column >= COLUMNS) return 0.0;
-    float value = x[(first_token + t) * COLUMNS + column];
-    if (NORM == 2) value = (value - norm_mean[t]) * norm_scale[t];
-    if (NORM != 0) value *= norm_weight[column];
-    if (NORM == 2 && HAS_NORM_BIAS != 0) value += norm_bias[column];
-    return value;
+// Columns 4 * word to 4 * word + 3 of the t-th token of this tile, normalized; an RMS norm leaves its factor to the finished sums.
+vec4 load_x(uint first_token, uint t, uint word, vec4 norm) {
+    if (COLUMNS % PACK != 0 && word >= COLUMNS / 4) return vec4(0.0);
+    vec4 values = x[(first_token + t) * (COLUMNS / 4) + word];
+    if (NORM == 2) values = (values - norm_mean[t]) * norm_scale[t];
+    if (NORM != 0) values *= norm;
+    if (NORM == 2 && HAS_NORM_BIAS != 0) values += norm_bias[word];
+    return values;
 }
 
-// Four columns from a multiple of four on.
-vec4 load_x4(uint first_token, uint t, uint column) {
-    if (COLUMNS % 4 != 0 || NORM == 2) {
-        vec4 values;
-        [[unroll]] for (uint i = 0; i < 4; ++i) values[i] = load_x(first_token, t, column + i);
-        return values;
-    }
-    if (COLUMNS % PACK != 0 && column >= COLUMNS) return vec4(0.0);
-    vec4 values = x4[((first_token + t) * COLUMNS + column) / 4];
-    return NORM == 0 ? values : values * norm_weight4[column / 4];
+vec4 load_norm(uint word) {
+    if (NORM == 0 || (COLUMNS % PACK != 0 && word >= COLUMNS / 4)) return vec4(1.0);
+    return norm_weight[word];
 }
 
 // RMS norm: 1 / sqrt(mean(x^2) + epsilon), applied to the finished sums; Zhang and Sennrich 2019. Layer norm: the mean too, in two
 // passes so that a large one costs no accuracy; Ba et al. 2016.
-void measure(uint first_token, uint t) {
-    uint start = (first_token + t) * COLUMNS;
-    float mean = 0.0;
+void measure(uint first_token) {
+    const uint words = COLUMNS / 4;
+    float sums[TOKENS];
+    [[unroll]] for (uint t = 0; t < TOKENS; ++t) norm_mean[t] = 0.0;
     if (NORM == 2) {
-        float sum = 0.0;
-        [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) sum += x[start + column];
-        mean = lane_sum(sum) / float(COLUMNS);
+        [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] = 0.0;
+        [[dont_unroll]] for (uint word = LANE; word < words; word += WORKGROUP) {
+            [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] += dot(x[(first_token + t) * words + word], vec4(1.0));
+        }
+        [[unroll]] for (uint t = 0; t < TOKENS; ++t) norm_mean[t] = lane_sum(sums[t]) / float(COLUMNS);
     }
-    float squares = 0.0;
-    [[dont_unroll]] for (uint column = LANE; column < COLUMNS; column += WORKGROUP) {
-        float distance = x[start + column] - mean;
-        squares = fma(distance, distance, squares);
+    [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] = 0.0;
+    [[dont_unroll]] for (uint word = LANE; word < words; word += WORKGROUP) {
+        [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
+            vec4 distance = x[(first_token + t) * words + word] - norm_mean[t];
+            sums[t] += dot(distance, distance);
+        }
     }
-    norm_mean[t] = mean;
-    norm_scale[t] = inversesqrt(lane_sum(squares) / float(COLUMNS) + uintBitsToFloat(EPSILON_BITS));
+    [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
+        norm_scale[t] = inversesqrt(lane_sum(sums[t]) / float(COLUMNS) + uintBitsToFloat(EPSILON_BITS));
+    }
 }
 
-void store_block(uint first_tile, uint lane, uint first_token, float sums[ROW_TILES][TOKENS]) {
+void store_block(uint first_tile, uint lane, uint first_token, vec4 sums[TOKENS]) {
 #if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
     [[unroll]] for (uint r = 0; r < ROW_TILES; r += 2) {
         uint pair = (first_tile + r) / 2 * TILE + lane;
@@ -114,19 +111,21 @@ void store_block(uint first_tile, uint lane, uint first_token, float sums[ROW_TI
             bias_a = bias[(first_tile + r) * TILE + lane];
             bias_b = bias[(first_tile + r + 1) * TILE + lane];
         }
+#ifdef EPILOGUE_ROPE
+        const uint half_dim = HEAD_DIM / 2;
+        uint head = pair / half_dim;
+        uint i = pair % half_dim;
+        bool rotated = i < ROTARY_DIM / 2;
+        uint column = head * HEAD_DIM + (rotated ? i : i + ROTARY_DIM / 2);
+        uint distance = rotated ? ROTARY_DIM / 2 : half_dim - ROTARY_DIM / 2;
+#endif
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-            float a = sums[r][t] + bias_a;
-            float b = sums[r + 1][t] + bias_b;
+            float a = sums[t][r] + bias_a;
+            float b = sums[t][r + 1] + bias_b;
             uint token = first_token + t;
 #ifdef EPILOGUE_GATED
             y[token * OUTPUTS + pair] = activation(a, ACTIVATION) * b;
 #else
-            const uint half_dim = HEAD_DIM / 2;
-            uint head = pair / half_dim;
-            uint i = pair % half_dim;
-            bool rotated = i < ROTARY_DIM / 2;
-            uint column = head * HEAD_DIM + (rotated ? i : i + ROTARY_DIM / 2);
-            uint distance = rotated ? ROTARY_DIM / 2 : half_dim - ROTARY_DIM / 2;
             float c = 1.0;
             float s = 0.0;
             if (head < ROTARY_HEADS) {
@@ -145,7 +144,7 @@ void store_block(uint first_tile, uint lane, uint first_token, float sums[ROW_TI
         float row_bias = 0.0;
         if (HAS_BIAS != 0) row_bias = bias[row];
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-            float value = activation(sums[r][t] + row_bias, ACTIVATION);
+            float value = activation(sums[t][r] + row_bias, ACTIVATION);
             if (HAS_RESIDUAL != 0) value += residual[(first_token + t) * OUTPUTS + row];
             y[(first_token + t) * OUTPUTS + row] = value;
         }
@@ -163,65 +162,54 @@ vec4 held_x[TOKENS][PACK / 4 / SPREAD];
 #else
 
 const uint SPLIT = WORKGROUP / TILE;
-shared float staged[TOKENS * X_CHUNK];
+shared vec4 staged[TOKENS * X_CHUNK / 4];
+shared vec4 parts[WORKGROUP];
 uint staged_at;
-#define X_AT(t, l, j) staged[(t) * X_CHUNK + staged_at + 4 * (l) + (j)]
+#define X_AT(t, l, j) staged[(t) * (X_CHUNK / 4) + staged_at + (l)][j]
 
 #endif
 
 #if TOKENS > 1
 
-void add_chunk(uint block, uint chunk, uint lane, inout float sums[ROW_TILES][TOKENS]) {
+void add_chunk(uint block, uint chunk, uint lane, inout vec4 sums[TOKENS]) {
     Chunk held = load_chunk(block, chunk, lane);
     [[dont_unroll]] for (uint j = 0; j < 4; ++j) {
         [[unroll]] for (uint l = 0; l < PACK / 4; ++l) {
-            float w[ROW_TILES];
-            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) w[r] = weight_at(held, r, l, j);
-            [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-                float value = X_AT(t, l, j);
-                [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) sums[r][t] = fma(w[r], value, sums[r][t]);
-            }
+            vec4 weights = weight_at(held, l, j);
+            [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] = fma(weights, vec4(X_AT(t, l, j)), sums[t]);
         }
     }
 }
 
 #elif !defined(IN_BLOCKS)
 
-void add_chunk(uint block, uint chunk, uint lane, inout float sums[ROW_TILES][TOKENS]) {
+void add_chunk(uint block, uint chunk, uint lane, inout vec4 sums[TOKENS]) {
     [[unroll]] for (uint l = 0; l < PACK / 4; ++l) {
         Part part = load_part(block, chunk, lane, l);
-        [[unroll]] for (uint j = 0; j < 4; ++j) {
-            float value = X_AT(0, l, j);
-            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) sums[r][0] = fma(part_at(part, r, j), value, sums[r][0]);
-        }
+        [[unroll]] for (uint j = 0; j < 4; ++j) sums[0] = fma(part_at(part, j), vec4(X_AT(0, l, j)), sums[0]);
     }
 }
 
 #else
 
 // For one token the scales are left to the finished sums of a group: sum(x (a q + b)) = a sum(x q) + b sum(x).
-void add_chunk(uint block, uint chunk, uint lane, inout float sums[ROW_TILES][TOKENS]) {
+void add_chunk(uint block, uint chunk, uint lane, inout vec4 sums[TOKENS]) {
     Chunk held = load_chunk(block, chunk, lane);
-    float dots[ROW_TILES][PACK / GROUP];
+    vec4 dots[PACK / GROUP];
     float totals[PACK / GROUP];
     [[unroll]] for (uint g = 0; g < PACK / GROUP; ++g) {
+        dots[g] = vec4(0.0);
         totals[g] = 0.0;
-        [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) dots[r][g] = 0.0;
     }
     [[unroll]] for (uint l = 0; l < PACK / 4; ++l) {
         [[unroll]] for (uint j = 0; j < 4; ++j) {
             float value = X_AT(0, l, j);
             totals[GROUP_OF(l)] += value;
-            value *= raw_scale(l, j);
-            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-                dots[r][GROUP_OF(l)] = fma(raw_at(held, r, l, j), value, dots[r][GROUP_OF(l)]);
-            }
+            dots[GROUP_OF(l)] = fma(raw_at(held, l, j), vec4(value * raw_scale(l, j)), dots[GROUP_OF(l)]);
         }
     }
     [[unroll]] for (uint g = 0; g < PACK / GROUP; ++g) {
-        [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-            sums[r][0] = fma(held.affine[r][g].x, dots[r][g], fma(held.affine[r][g].y, totals[g], sums[r][0]));
-        }
+        sums[0] = fma(held.scale[g], dots[g], fma(held.offset[g], vec4(totals[g]), sums[0]));
     }
 }
 
@@ -229,12 +217,12 @@ void add_chunk(uint block, uint chunk, uint lane, inout float sums[ROW_TILES][TO
 
 #ifdef LANES_SUBGROUP
 
-void accumulate(uint block, uint lane, uint first_token, inout float sums[ROW_TILES][TOKENS]) {
+void accumulate(uint block, uint lane, uint first_token, inout vec4 sums[TOKENS]) {
     [[dont_unroll]] for (uint chunk = 0; chunk < CHUNKS; ++chunk) {
-        [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-            [[unroll]] for (uint i = 0; i < PACK / 4 / SPREAD; ++i) {
-                held_x[t][i] = load_x4(first_token, t, chunk * PACK + 4 * (i * SPREAD + lane % SPREAD));
-            }
+        [[unroll]] for (uint i = 0; i < PACK / 4 / SPREAD; ++i) {
+            uint word = chunk * (PACK / 4) + i * SPREAD + lane % SPREAD;
+            vec4 norm = load_norm(word);
+            [[unroll]] for (uint t = 0; t < TOKENS; ++t) held_x[t][i] = load_x(first_token, t, word, norm);
         }
         add_chunk(block, chunk, lane, sums);
     }
@@ -242,33 +230,31 @@ void accumulate(uint block, uint lane, uint first_token, inout float sums[ROW_TI
 
 #else
 
-void accumulate(uint block, uint lane, uint first_token, inout float sums[ROW_TILES][TOKENS]) {
+void accumulate(uint block, uint lane, uint first_token, inout vec4 sums[TOKENS]) {
     const uint chunks_per_stage = X_CHUNK / PACK;
     [[dont_unroll]] for (uint base = 0; base < CHUNKS; base += chunks_per_stage) {
         barrier();
-        [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-            [[dont_unroll]] for (uint i = LANE; i < X_CHUNK; i += WORKGROUP) {
-                uint column = base * PACK + i;
-                staged[t * X_CHUNK + i] = column < COLUMNS ? load_x(first_token, t, column) : 0.0;
+        [[dont_unroll]] for (uint i = LANE; i < X_CHUNK / 4; i += WORKGROUP) {
+            uint word = base * (PACK / 4) + i;
+            vec4 norm = load_norm(word);
+            [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
+                staged[t * (X_CHUNK / 4) + i] = word < COLUMNS / 4 ? load_x(first_token, t, word, norm) : vec4(0.0);
             }
         }
         barrier();
         uint end = min(base + chunks_per_stage, CHUNKS);
         [[dont_unroll]] for (uint chunk = base + LANE / TILE; chunk < end; chunk += SPLIT) {
-            staged_at = (chunk - base) * PACK;
+            staged_at = (chunk - base) * (PACK / 4);
             add_chunk(block, chunk, lane, sums);
         }
     }
     if (SPLIT > 1) {
-        [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-            [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-                barrier();
-                lane_scratch[LANE] = sums[r][t];
-                barrier();
-                float total = 0.0;
-                [[dont_unroll]] for (uint part = 0; part < SPLIT; ++part) total += lane_scratch[part * TILE + lane];
-                sums[r][t] = total;
-            }
+        [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
+            barrier();
+            parts[LANE] = sums[t];
+            barrier();
+            sums[t] = vec4(0.0);
+            [[dont_unroll]] for (uint part = 0; part < SPLIT; ++part) sums[t] += parts[part * TILE + lane];
         }
     }
 }
@@ -281,9 +267,7 @@ void main() {
 #if TOKENS > 1
     if (first_token >= token_count[0]) return;
 #endif
-    if (NORM != 0) {
-        [[unroll]] for (uint t = 0; t < TOKENS; ++t) measure(first_token, t);
-    }
+    if (NORM != 0) measure(first_token);
 #if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
     const uint tiles = (ROWS + TILE - 1) / TILE * 2;
 #else
@@ -292,15 +276,11 @@ void main() {
     [[dont_unroll]] for (uint group = 0; group < GROUPS; ++group) {
         uint block = gl_WorkGroupID.x * GROUPS + group;
         if (block * ROW_TILES >= tiles) break;
-        float sums[ROW_TILES][TOKENS];
-        [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-            [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[r][t] = 0.0;
-        }
+        vec4 sums[TOKENS];
+        [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] = vec4(0.0);
         accumulate(block, lane, first_token, sums);
         if (NORM == 1) {
-            [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-                [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[r][t] *= norm_scale[t];
-            }
+            [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] *= norm_scale[t];
         }
 #ifdef LANES_SHARED
         if (LANE < TILE)

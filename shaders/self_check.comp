@@ -7,7 +7,7 @@
 #define LANES_SHARED
 #define KV_F16
 #include "lanes.glsl"
-#include "bfloat16.glsl"
+#include "halves.glsl"
 #include "kv_cache.glsl"
 #include "activations.glsl"
 
@@ -37,7 +37,8 @@ void check_numbers(uint target) {
         result[target++] = floatBitsToUint(value.y);
     }
     [[dont_unroll]] for (uint i = 0; i < BFLOATS; ++i) {
-        vec2 value = unpack_bf16(operands[at++]);
+        uint word = operands[at++];
+        vec4 value = unpack_bf16(uvec4(word, word >> 16, 0, 0));
         result[target++] = floatBitsToUint(value.x);
         result[target++] = floatBitsToUint(value.y);
     }

@@ -3,12 +3,12 @@
 // rows: row ((block * ROW_TILES + r) * TILE + lane) has it in component r of uvec4 number (block * row_words + w) * TILE + lane.
 // Columns and rows are padded with zeros.
 //
-// Kernels work through rows in chunks of PACK = 32 columns. load_chunk reads a lane's ROW_TILES rows; weight_at(chunk, r, l, j) is row
-// r's column 4 l + j, l and r being constants. The includer declares TILE, COLUMNS and uvec4 load_words(uint at).
+// Kernels work through rows in chunks of PACK = 32 columns. load_chunk reads a lane's rows, one of each tile; weight_at(chunk, l, j) is
+// their column 4 l + j, l being a constant. The includer declares TILE, COLUMNS and uvec4 load_words(uint at).
 #ifndef WEIGHTS_GLSL
 #define WEIGHTS_GLSL
 
-#include "bfloat16.glsl"
+#include "halves.glsl"
 
 #define ROW_TILES 4
 #define PACK 32
@@ -37,18 +37,17 @@ Part load_part(uint block, uint chunk, uint lane, uint l) {
     return part;
 }
 
-float part_at(Part part, uint r, uint j) {
+vec4 part_at(Part part, uint j) {
 #ifdef DTYPE_F32
-    uint a = j % 2 == 0 ? part.words[0][r] : part.words[1][r];
-    uint b = j % 2 == 0 ? part.words[2][r] : part.words[3][r];
+    uvec4 a = j % 2 == 0 ? part.words[0] : part.words[1];
+    uvec4 b = j % 2 == 0 ? part.words[2] : part.words[3];
     return uintBitsToFloat(j < 2 ? a : b);
 #else
-    uint word = j < 2 ? part.words[0][r] : part.words[1][r];
+    uvec4 words = j < 2 ? part.words[0] : part.words[1];
 #ifdef DTYPE_F16
-    return unpackHalf2x16(word >> 16 * (j % 2)).x;
+    return unpack_f16(words >> 16 * (j % 2));
 #else
-    vec2 pair = unpack_bf16(word);
-    return j % 2 == 0 ? pair.x : pair.y;
+    return unpack_bf16(words >> 16 * (j % 2));
 #endif
 #endif
 }
@@ -59,8 +58,8 @@ Chunk load_chunk(uint block, uint chunk, uint lane) {
     return held;
 }
 
-float weight_at(Chunk held, uint r, uint l, uint j) {
-    return part_at(held.parts[l], r, j);
+vec4 weight_at(Chunk held, uint l, uint j) {
+    return part_at(held.parts[l], j);
 }
 
 #else

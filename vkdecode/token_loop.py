@@ -195,9 +195,7 @@ class TextStream(Iterator[str]):
             return self._matcher.flush(), "interrupted"
         if not self._token_ids:
             self._feed.open()
-            started = time.perf_counter()
-            self._feed.prepare(len(self._prompt), self._sampler)
-            self._preparation_seconds = time.perf_counter() - started
+            self._prepare(len(self._prompt))
             started = time.perf_counter()
             token_id = self._feed.next_token(self._prompt, self._sampler)
             self._prompt_seconds = time.perf_counter() - started
@@ -205,6 +203,8 @@ class TextStream(Iterator[str]):
         elif self._feed.cached_len >= self._feed.limit:
             return self._rest("context")
         else:
+            if self._decode_steps == 0:  # only now, so that the first token does not wait for it
+                self._prepare(1)
             started = time.perf_counter()
             token_id = self._feed.next_token(self._token_ids[-1:], self._sampler)
             self._completion_seconds += time.perf_counter() - started
@@ -219,6 +219,11 @@ class TextStream(Iterator[str]):
             rest, reason = self._rest("length")
             return piece + rest, reason
         return piece, None
+
+    def _prepare(self, tokens: int) -> None:
+        started = time.perf_counter()
+        self._feed.prepare(tokens, self._sampler)
+        self._preparation_seconds += time.perf_counter() - started
 
     def _rest(self, reason: FinishReason) -> tuple[str, FinishReason]:
         """Return the text that was held back when the tokens ended for `reason`."""

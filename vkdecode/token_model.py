@@ -69,7 +69,7 @@ class TokenModel(Protocol):
 
     def new_kv_cache(self, max_seq_len: int) -> Any: ...
 
-    def prepare(self, kv: Any, context: Any, prompt_tokens: int) -> None: ...
+    def prepare(self, kv: Any, context: Any, tokens: int) -> None: ...
 
     def forward_with_kv_context_persistent(
         self, token_ids: Sequence[int], kv: Any, context: Any
@@ -83,7 +83,7 @@ class CandidateModel(TokenModel, Protocol):
     def most_candidates(self) -> int:
         """The largest `count` that `top_candidates` takes."""
 
-    def prepare(self, kv: Any, context: Any, prompt_tokens: int, candidates: int = 0) -> None: ...
+    def prepare(self, kv: Any, context: Any, tokens: int, candidates: int = 0) -> None: ...
 
     def top_candidates(self, token_ids: Sequence[int], kv: Any, context: Any, count: int) -> Any:
         """The same step; `token_ids` and `logits` of the `count` highest, as `Sampler.sample_candidates` takes them."""
@@ -122,13 +122,13 @@ class KvFeed:
         if self._context is None:
             self._context = _new_context(self._model)
 
-    def prepare(self, prompt_tokens: int, sampler: Sampler) -> None:
-        """Build what a prompt of this many tokens and the decoding after it with this sampler need."""
+    def prepare(self, tokens: int, sampler: Sampler) -> None:
+        """Build what a request of this many tokens (1 for decoding) needs with this sampler."""
         model, count = self._candidates(sampler)
         if model is None:
-            self._model.prepare(self._kv, self._context, prompt_tokens)
+            self._model.prepare(self._kv, self._context, tokens)
         else:
-            model.prepare(self._kv, self._context, prompt_tokens, candidates=count)
+            model.prepare(self._kv, self._context, tokens, candidates=count)
 
     def next_token(self, token_ids: Sequence[int], sampler: Sampler) -> int:
         """Append `token_ids` to the cache and choose the token after them; an exception leaves the cache as it was."""

@@ -109,9 +109,9 @@ class FakeModel:
         self.caches.append(FakeKvCache(max_seq_len))
         return self.caches[-1]
 
-    def prepare(self, kv: FakeKvCache, context: FakeContext, prompt_tokens: int) -> None:
+    def prepare(self, kv: FakeKvCache, context: FakeContext, tokens: int) -> None:
         assert not kv.closed and not context.closed and not self.closed
-        assert prompt_tokens and kv.cached_len + prompt_tokens <= kv.max_seq_len
+        assert tokens and kv.cached_len + tokens <= kv.max_seq_len
 
     def forward_with_kv_context_persistent(
         self, token_ids: Sequence[int], kv: FakeKvCache, context: FakeContext

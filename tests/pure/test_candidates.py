@@ -102,7 +102,7 @@ class CandidateFake(FakeModel):
         self.asked: list[int] = []
         self.prepared: list[int] = []
 
-    def prepare(self, kv: FakeKvCache, context: FakeContext, prompt_tokens: int, candidates: int = 0) -> None:
+    def prepare(self, kv: FakeKvCache, context: FakeContext, tokens: int, candidates: int = 0) -> None:
         self.prepared.append(candidates)
 
     def top_candidates(self, token_ids: Any, kv: FakeKvCache, context: FakeContext, count: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +43,7 @@ EPSILON = 1e-2
 SLOPE = 1.15  # of silu and gelu at most
 ROW_TILES = 4
 NORMS = ("none", "rms", "layer")
-ACTIVATIONS = ("none", "silu", "gelu_tanh", "gelu")
+ACTIVATIONS = ("none", "silu", "gelu_tanh")
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,10 @@ class Fused:
 
 
 SUBGROUP_SHAPES = [
-    Shape(37, 3, 5, 3, groups=2, heads=(3, 2, 20, 12), room=8, count=5, bias=True),
-    Shape(1, 1, 0, 1, groups=1, heads=(2, 2, 4, 4), room=16, count=9, norm_bias=True),
+    Shape(36, 3, 5, 3, groups=2, heads=(3, 2, 20, 12), room=8, count=5, bias=True),
+    Shape(4, 1, 0, 1, groups=1, heads=(2, 2, 4, 4), room=16, count=9, norm_bias=True),
     Shape(40, 2, 8, 0, groups=3, heads=(2, 1, 64, 64), room=16, count=8),
-    Shape(29, 4, 9, 1, groups=2, heads=(1, 0, 80, 20), room=16, count=3, bias=True, norm_bias=True),
+    Shape(28, 4, 9, 1, groups=2, heads=(1, 0, 80, 20), room=16, count=3, bias=True, norm_bias=True),
     Shape(132, 5, 1, 2, groups=1, heads=(3, 3, 6, 2), room=24, count=17, norm_bias=True),
 ]
 STAGES = [(8, 1, 1), (4, 4, 8), (32, 8, 8), (16, 2, 4), (32, 1, 3)]  # tile, split, chunks staged at a time
@@ -99,8 +98,8 @@ def fused_of(index: int) -> Fused:
     norm = NORMS[(index + row) % 3]
     epilogue = axes_of(KEYS[index])["EPILOGUE"]
     if epilogue == "plain":
-        return Fused(norm, ACTIVATIONS[row // 2 % 4], row // 8 % 2 == 0)
-    return Fused(norm, ACTIVATIONS[1 + row // 2 % 3] if epilogue == "gated" else "none")
+        return Fused(norm, ACTIVATIONS[row // 2 % 3], row // 6 % 2 == 0)
+    return Fused(norm, ACTIVATIONS[1 + row // 2 % 2] if epilogue == "gated" else "none")
 
 
 # Five shapes in a Latin square over the epilogues and the other axes, moved on for each width.
@@ -294,9 +293,6 @@ def activated(name: str, value: F64) -> F64:
     if name == "silu":
         with np.errstate(over="ignore"):
             return np.asarray(value / (1 + np.exp(-value)), np.float64)
-    if name == "gelu":
-        tails = [math.erfc(-one / math.sqrt(2)) for one in value.flat]
-        return np.asarray(0.5 * value * np.array(tails).reshape(value.shape), np.float64)
     inner: F64 = np.sqrt(2 / np.pi) * (value + 0.044715 * value**3)
     return np.asarray(0.5 * value * (1 + np.tanh(inner)), np.float64)
 
@@ -324,9 +320,9 @@ def test_each_shape_and_each_norm_meet_what_they_can_differ_for() -> None:
     met = {(axes["LANES"], axes["EPILOGUE"], axes["TOKENS"], fused.norm) for axes, _, fused in cases}
     assert len(met) == 2 * 3 * 2 * 3
     plain = [(axes, fused) for axes, _, fused in cases if axes["EPILOGUE"] == "plain"]
-    assert len({(axes["LANES"], axes["TOKENS"], fused.activation, fused.residual) for axes, fused in plain}) == 32
+    assert len({(axes["LANES"], axes["TOKENS"], fused.activation, fused.residual) for axes, fused in plain}) == 24
     gates = [(axes, fused) for axes, _, fused in cases if axes["EPILOGUE"] == "gated"]
-    assert len({(axes["LANES"], axes["TOKENS"], fused.activation) for axes, fused in gates}) == 12
+    assert len({(axes["LANES"], axes["TOKENS"], fused.activation) for axes, fused in gates}) == 8
 
 
 CONTROL = "linear LANES=shared DTYPE=f16 TOKENS=8 EPILOGUE=rope"
@@ -336,8 +332,8 @@ NORMED = Fused("rms")
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"COLUMNS": 36},
-        {"COLUMNS": 38},
+        {"COLUMNS": 32},
+        {"COLUMNS": 40},
         {"ROWS": 29},
         {"ROWS": 31},
         {"TILE": 4},
@@ -369,8 +365,8 @@ def test_an_infinite_gate_closes() -> None:
     problem = Problem(
         "linear LANES=subgroup DTYPE=f32 TOKENS=1 EPILOGUE=gated", SUBGROUP_SHAPES[1], Fused(activation="silu")
     )
-    problem.x[:] = 1.0
-    problem.stored[:] = np.array([[-1e30], [3.0]], np.float32)
+    problem.x[:] = 0.25
+    problem.stored[:] = np.array([[-1e30] * 4, [3.0] * 4], np.float32)
     check(problem.run(), np.zeros((1, 1)), 0.0)
 
 
@@ -387,18 +383,18 @@ def test_a_wrong_byte_in_a_block_is_noticed(dtype: DType) -> None:
 
 @pytest.mark.parametrize("form", ["subgroup", "shared"])
 def test_the_widest_work_of_a_group_stays_within_what_a_driver_runs(form: str) -> None:
-    """One workgroup asked to do all of 640 rows of 22,400 columns for 8 tokens: its loops must be cut."""
+    """One workgroup asked to do all of 1,280 rows of 22,400 columns for 8 tokens: its loops must be cut."""
     size = subgroup()
     lanes = Lanes("subgroup", size, size, size, 4, 2) if form == "subgroup" else Lanes("shared", 8, 256, 64, 4, 2)
     graph = Graph()
     graph.data("token_count", (1,), DType.U32)
-    weight = graph.weight(WeightSpec(("w",), (640,), 22_400, DType.F16))
+    weight = graph.weight(WeightSpec(("w",), (1280,), 22_400, DType.F16))
     choice = choose_kernel(graph, graph.linear(graph.data("x", (8, 22_400)), weight), lanes)
     assert choice.workgroups[0] > 1
-    assert choice.spec["GROUPS"] * choice.workgroups[0] * 4 * lanes.tile >= 640
+    assert choice.spec["GROUPS"] * choice.workgroups[0] * 4 * lanes.tile >= 1280
     split = choice.spec["WORKGROUP"] // lanes.tile
     shape = Shape(
-        22_400, 1, 640 // lanes.tile, 0, groups=choice.spec["GROUPS"], heads=(1, 1, 4, 4), room=8, count=8,
+        22_400, 1, 1280 // lanes.tile, 0, groups=choice.spec["GROUPS"], heads=(1, 1, 4, 4), room=8, count=8,
         tile=lanes.tile, split=split, stage_packs=choice.spec["X_CHUNK"] // 32,
     )  # fmt: skip
     problem = Problem(choice.kernel.key, shape)

@@ -142,11 +142,11 @@ def prepare(
     model: DecodeModel,
     kv: KvCache,
     context: InferenceContext,
-    prompt_tokens: int,
+    tokens: int,
     mode: DecodeMode | None = None,
     candidates: int = 0,
 ) -> None:
-    """Build what a prompt of this many tokens and the decoding after it need, so that the first token need not wait.
+    """Build the plans for a request of this many tokens (1 for decoding) ahead of it, so that it need not wait.
 
     Each new plan runs once on no tokens, which makes the driver compile it and leaves the cache as it is. It is
     recorded for reading this many candidates, or all logits for 0.
@@ -158,9 +158,9 @@ def prepare(
     mode = mode or DecodeMode()
     if mode.rung == "rebuild":
         return
-    _check_fits(model, prompt_tokens, kv, context)
+    _check_fits(model, tokens, kv, context)
     with model.device.lock:
-        for options in prompt_steps(model, prompt_tokens, mode, context.held):
+        for options in dict.fromkeys(chunk.options for chunk in _chunks(model, tokens, mode, "last", context.held)):
             session = held_session(model, options, kv, context)
             try:
                 wanted = session.wanted_node(candidates)
@@ -172,12 +172,10 @@ def prepare(
             put_session(context, options, session)
 
 
-def prompt_steps(
-    model: DecodeModel, tokens: int, mode: DecodeMode | None = None, held: Collection[object] = ()
-) -> tuple[StepOptions, ...]:
+def prompt_steps(model: DecodeModel, tokens: int, mode: DecodeMode | None = None) -> tuple[StepOptions, ...]:
     """The steps, each once, that a prompt of this many tokens and the decoding after it take."""
     mode = mode or DecodeMode()
-    chunks = [*_chunks(model, tokens, mode, "last", held), *_chunks(model, 1, mode, "last")]
+    chunks = [*_chunks(model, tokens, mode, "last"), *_chunks(model, 1, mode, "last")]
     return tuple(dict.fromkeys(chunk.options for chunk in chunks))
 
 

@@ -21,7 +21,7 @@ from vkdecode.weights.dtypes import BLOCK_DTYPES, DType
 
 F64 = NDArray[np.float64]
 
-COLUMNS = 75
+COLUMNS = 76
 _BLOCK_COLUMNS = 256  # the fewest that every block format can have
 EPSILON = 1e-3
 _HEADS, _ROTATED_HEADS, _HEAD_DIM, _ROTARY_DIM = 5, 3, 20, 12

@@ -24,7 +24,7 @@ from vkdecode.graph.nodes import (
     WeightSpec,
 )
 
-ACTIVATIONS = frozenset({Op.SILU, Op.GELU_TANH, Op.GELU})
+ACTIVATIONS = frozenset({Op.SILU, Op.GELU_TANH})
 """What a product can apply to its sums."""
 _NORMS = (Op.RMS_NORM, Op.LAYER_NORM)
 

@@ -218,12 +218,12 @@ class Model:
         """The same step, of whose logits only the `count` highest are read; see `vkdecode.decode.top_candidates`."""
         return top_candidates(self, token_ids, kv, context, count, mode)
 
-    def prepare(self, kv: KvCache, context: InferenceContext, prompt_tokens: int, candidates: int = 0) -> None:
-        """Build the plans for a prompt of this many tokens and for decoding, so that the first token need not wait.
+    def prepare(self, kv: KvCache, context: InferenceContext, tokens: int, candidates: int = 0) -> None:
+        """Build the plans for a request of this many tokens (1 for decoding) ahead of it, so that it need not wait.
 
         `candidates` is the `count` that `top_candidates` will be called with, 0 where all logits will be read.
         """
-        prepare(self, kv, context, prompt_tokens, candidates=candidates)
+        prepare(self, kv, context, tokens, candidates=candidates)
 
     def check_open(self) -> None:
         """Raise `ClosedError` where the model or its device was closed, or its weights were never loaded."""

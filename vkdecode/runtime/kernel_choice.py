@@ -35,7 +35,7 @@ _TOKEN_TILE = 8
 _MOST_QUERIES = 4
 # The numbers that linear.comp and activations.glsl give them.
 NORMS = {None: 0, "rms": 1, "layer": 2}
-ACTIVATIONS = {None: 0, Op.SILU: 1, Op.GELU_TANH: 2, Op.GELU: 3}
+ACTIVATIONS = {None: 0, Op.SILU: 1, Op.GELU_TANH: 2}
 # The most that Vulkan promises on an axis; some devices allow no more.
 _MOST_WORKGROUPS = 65535
 MOST_PASSES = 30_000
@@ -105,6 +105,8 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         if tokens % token_tile:
             raise UnsupportedModelError(f"a step of {tokens} tokens is not a multiple of {token_tile}")
         bindings.append(graph.find_data("token_count"))
+    if spec.columns % 4:
+        raise UnsupportedModelError(f"a product over {spec.columns} features: they must be a multiple of 4")
     kernel = registry().get(
         "linear", LANES=lanes.form, DTYPE=spec.dtype.value, TOKENS=token_tile, EPILOGUE=attrs.epilogue
     )
@@ -148,16 +150,16 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
 def _linear_passes(chunks: int, workgroup: int, staged: int, lanes: Lanes, tokens: int) -> tuple[int, int]:
     """Loop passes of an invocation of linear.comp at most: before its first group, and in each group.
 
-    One token takes one pass a chunk, several take six; the shared form stages x and adds up the groups of lanes too.
+    A chunk takes at most six; the shared form stages x and adds up the groups of lanes too.
     """
-    measured = 2 * tokens * (1 + -(-chunks * PACK // workgroup))
-    inner = 1 if tokens == 1 else 6
+    measured = 2 * (1 + -(-chunks * PACK // (4 * workgroup)))
+    inner = 6
     if lanes.form == "subgroup":
         return measured, 2 + chunks * inner
     split = workgroup // lanes.tile
     stages = -(-chunks * PACK // staged)
-    per_stage = 2 + tokens * (1 + -(-staged // workgroup)) + -(-staged // (PACK * split)) * inner
-    summed = lanes.row_tiles * tokens * (1 + split)
+    per_stage = 3 + -(-staged // (4 * workgroup)) + -(-staged // (PACK * split)) * inner
+    summed = tokens * (1 + split)
     return measured + tokens * 2 * (1 + workgroup.bit_length()), 2 + stages * per_stage + summed
 
 
