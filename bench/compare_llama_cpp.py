@@ -186,8 +186,8 @@ def our_rates(
 ) -> Rates:
     """One round of this package, plans held."""
     with closing(model.new_kv_cache(max(len(prefill), len(prompt) + tokens) + 1)) as kv:
-        for length in (len(prefill), len(prompt)):
-            model.prepare(kv, context, length)
+        for length in (len(prefill), len(prompt), 1):
+            model.prepare(kv, context, length, candidates=1)
         sampler = Sampler()
         started = time.perf_counter()
         KvFeed(model, kv.max_seq_len, kv, context).next_token(prefill, sampler)
