@@ -186,11 +186,11 @@ def our_rates(
 ) -> Rates:
     """One round of this package, plans held."""
     with closing(model.new_kv_cache(max(len(prefill), len(prompt) + tokens) + 1)) as kv:
+        feed, sampler = KvFeed(model, kv.max_seq_len, kv, context), Sampler()
         for length in (len(prefill), len(prompt), 1):
-            model.prepare(kv, context, length, candidates=1)
-        sampler = Sampler()
+            feed.prepare(length, sampler)
         started = time.perf_counter()
-        KvFeed(model, kv.max_seq_len, kv, context).next_token(prefill, sampler)
+        feed.next_token(prefill, sampler)
         prefill_seconds = time.perf_counter() - started
         kv.truncate_to(0)
         feed = KvFeed(model, kv.max_seq_len, kv, context)

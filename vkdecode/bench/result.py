@@ -89,7 +89,7 @@ class LoadTimes:
 
     Attributes:
         load_seconds: opening the device, reading, packing and uploading.
-        plans_seconds: a KV cache, and the plans for the prompt and for decoding.
+        plans_seconds: a KV cache, and the plan for the prompt.
         prompt_tokens: length of the prompt.
         prompt_seconds: the prompt's pass and the choice of the first token.
         held_first_token_seconds: the same prompt again, with the plans held.
