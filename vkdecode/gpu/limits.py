@@ -105,7 +105,7 @@ def shared_memory_bytes(kernel: Kernel, spec: Mapping[str, int]) -> int:
     form, lanes = variant.get("LANES"), spec.get("WORKGROUP", 0)
     scratch = 4 * lanes if form == "shared" or name == "self_check" else 0
     if name == "linear" and form == "shared":
-        return scratch + 4 * int(variant["TOKENS"]) * spec["X_CHUNK"]
+        return scratch + 16 * lanes + 4 * int(variant["TOKENS"]) * spec["X_CHUNK"]
     if name == "top_k":
         return scratch + 8 * spec["LISTED"] + 4 * spec["K"] + 4
     if name == "attention":

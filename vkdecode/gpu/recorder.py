@@ -116,6 +116,11 @@ class Recording:
         self._device = device
         self._steps = tuple(steps)
         kp = device.kp
+        # Walked for each submission, so without repeats.
+        copied = [step for step in self._steps if not isinstance(step, Run)]
+        self._staged = tuple({id(one): one for step in copied for one in step.storages}.values())
+        self.synced = frozenset(id(one) for step in copied if isinstance(step, Sync) for one in step.storages)
+        """Identities of the storages whose host-visible twins it brings up to date."""
         with device.lock:
             self._sequence: Any = device.manager.sequence()
             for step in self._steps:
@@ -130,11 +135,6 @@ class Recording:
         """The keys of the kernels that it runs, in order."""
         return tuple(step.algorithm.kernel.key for step in self._steps if isinstance(step, Run))
 
-    @property
-    def synced(self) -> tuple[Storage, ...]:
-        """The storages whose host-visible twins it brings up to date."""
-        return tuple(storage for step in self._steps if isinstance(step, Sync) for storage in step.storages)
-
     def submit(self) -> None:
         """Run it and wait until it is done.
 
@@ -145,10 +145,8 @@ class Recording:
         """
         with self._device.lock:
             _ = self._device.manager
-            for step in self._steps:
-                if not isinstance(step, Run):
-                    for storage in step.storages:
-                        _ = storage.tensor
+            for storage in self._staged:
+                _ = storage.tensor
             started = time.perf_counter()
             try:
                 self._sequence.eval()

@@ -129,9 +129,9 @@ class Executable:
             DeviceLostError: it was not.
 
         """
-        copied = {id(storage) for recording in recordings for storage in recording.synced}
         targets = (self.storage(node) for node in self.plan.targets)
-        marks = [storage.data.view(np.uint32)[:1] for storage in targets if id(storage) in copied]
+        copied = (one for one in targets if any(id(one) in recording.synced for recording in recordings))
+        marks = [storage.data.view(np.uint32)[:1] for storage in copied]
         for mark in marks:
             mark[:] = _UNWRITTEN
         for recording in recordings:
