@@ -286,7 +286,8 @@ def test_a_lost_device_is_noticed_by_the_list(
 def test_preparing_for_candidates_leaves_nothing_to_record(
     llama: Model, kv: KvCache, context: InferenceContext
 ) -> None:
-    llama.prepare(kv, context, 5, candidates=40)
+    for tokens in (5, 1):
+        llama.prepare(kv, context, tokens, candidates=40)
     before = replace(context.stats)
     llama.top_candidates(PROMPT[:5], kv, context, 40)
     llama.top_candidates([3], kv, context, 40)
