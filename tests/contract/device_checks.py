@@ -107,7 +107,8 @@ def an_empty_run_takes_no_tokens(bench: Bench) -> None:
     with pytest.raises(InvalidInputError):
         capture.run_empty(bench.device, held.data(session, held.kv))
     with InferenceContext(bench.device) as context:
-        held.model.prepare(held.kv, context, 5)
+        for tokens in (5, 1):
+            held.model.prepare(held.kv, context, tokens)
         assert (context.stats.plans_built, context.stats.prefill_plans_built) == (1, 1)
         prepared = context.take_decode_session()
         assert prepared.capture.has_run

@@ -75,6 +75,7 @@ def test_so_it_does_with_a_cache_of_16_bits_and_without_fusions(model: Model, kv
 def test_a_prepared_plan_has_touched_no_row(model: Model) -> None:
     reference = golden(model.path.name)
     with InferenceContext(model.device) as context, closing(model.new_kv_cache(40)) as kv:
-        model.prepare(kv, context, 24)
+        for tokens in (24, 1):
+            model.prepare(kv, context, tokens)
         assert all((read_words(model.device, one) == POISON).all() for layer in kv.layers for one in (layer.k, layer.v))
         assert furthest(run(model, reference.input_ids, kv, context), reference.logits[-1]) <= EXACT
