@@ -97,7 +97,7 @@ def _load(result: BenchResult) -> Table:
     prompt = f"prompt of {load.prompt_tokens} tokens"
     for name, seconds in (
         ("load: open the device, read, upload", load.load_seconds),
-        ("plans for prompt and decoding", load.plans_seconds),
+        ("KV cache, and plan for the prompt", load.plans_seconds),
         (f"{prompt}, first token", load.prompt_seconds),
         ("load to first token", load.to_first_token_seconds),
         (f"{prompt} again, first token", load.held_first_token_seconds),

@@ -4,7 +4,7 @@ from vkdecode.gpu.choice import best_device, find_device, open_device
 from vkdecode.gpu.copy_speed import copy_seconds
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
-from vkdecode.gpu.lanes import Lanes, choose_lanes, shared_lanes, subgroup_lanes
+from vkdecode.gpu.lanes import ROW_TILES, Lanes, choose_lanes, shared_lanes, subgroup_lanes
 from vkdecode.gpu.limits import check_buffer, check_dispatch, largest_buffer, storage_bytes
 from vkdecode.gpu.recorder import Algorithm, Recording, Run, Step, Sync, Upload
 from vkdecode.gpu.self_check import SelfCheck, run_self_check
@@ -13,6 +13,7 @@ from vkdecode.gpu.transfer import Uploader, read_words
 from vkdecode.gpu.vulkan_info import DeviceInfo, Limits, list_devices
 
 __all__ = [
+    "ROW_TILES",
     "Algorithm",
     "Binding",
     "Device",

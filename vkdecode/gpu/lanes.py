@@ -11,7 +11,8 @@ from vkdecode.gpu.device import Device
 from vkdecode.gpu.self_check import run_self_check, subgroups_usable
 from vkdecode.gpu.vulkan_info import DeviceInfo
 
-_ROW_TILES = 4
+ROW_TILES = 4
+"""Tiles of rows that one lane works on at a time, as `shaders/weights.glsl` has it."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Lanes:
         workgroup: most invocations of a linear kernel's workgroup for one token; `workgroup / tile` lanes share a row's
             columns.
         prompt_workgroup: the same for several tokens, which bring work enough and need more shared memory.
-        row_tiles: tiles that one lane works on at a time, as `shaders/weights.glsl` has it.
+        row_tiles: `ROW_TILES`.
         wanted_workgroups: about how many workgroups a dispatch should have; 0 for as many as there is work.
 
     """
@@ -77,7 +78,7 @@ def choose_lanes(device: Device, form: str = "auto") -> Lanes:
 def subgroup_lanes(info: DeviceInfo) -> Lanes:
     """The shape of kernels whose workgroup is one subgroup."""
     size = info.subgroup_size
-    return Lanes("subgroup", size, size, size, _ROW_TILES, 4 * (os.cpu_count() or 1))
+    return Lanes("subgroup", size, size, size, ROW_TILES, 4 * (os.cpu_count() or 1))
 
 
 def shared_lanes(info: DeviceInfo) -> Lanes:
@@ -87,4 +88,4 @@ def shared_lanes(info: DeviceInfo) -> Lanes:
     # Eight lanes, 16 bytes each, read 128 bytes in a row: a whole memory transaction of any GPU.
     tile = min(8, invocations)
     wanted = 4 * (os.cpu_count() or 1) if info.kind == "cpu" else 0
-    return Lanes("shared", tile, invocations, min(invocations, 64), _ROW_TILES, wanted)
+    return Lanes("shared", tile, invocations, min(invocations, 64), ROW_TILES, wanted)

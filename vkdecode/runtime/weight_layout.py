@@ -10,15 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import ConfigError, DeviceError
+from vkdecode.gpu import ROW_TILES
 from vkdecode.graph import MostUnits, RowPick, WeightSpec
 from vkdecode.runtime.block_layout import BLOCK_LAYOUTS, PACK, block_words
 from vkdecode.weights.dtypes import DType
 
 Rows = NDArray[np.int64]
-
-
-ROW_TILES = 4
-"""Tiles of rows that one lane works on at a time, as `shaders/weights.glsl` has it."""
 
 
 def _row_words(dtype: DType, columns: int) -> int:
