@@ -36,11 +36,22 @@ float softcap(float x, float cap) {
     return cap - 2.0 * cap / (exp(2.0 * x / cap) + 1.0);
 }
 
-// The activation of a specialization constant, as runtime/kernel_choice.py numbers them: 1 SiLU, 2 the tanh form of GELU.
+// The activation of a specialization constant, as runtime/kernel_choice.py numbers them: 1 SiLU, 2 the tanh form of GELU, 3 what
+// gpt-oss puts its gates through.
 float activation(float x, uint kind) {
     if (kind == 0) return x;
-    float z = kind == 1 ? x : 1.5957691216057308 * (x + 0.044715 * x * x * x);
+    float z = kind == 1 ? x : kind == 3 ? 1.702 * x : 1.5957691216057308 * (x + 0.044715 * x * x * x);
     return x / (1.0 + exp(-z));
+}
+
+// What a gate and its up value give: the activation of the first times the second. In gpt-oss both are clamped, as its released
+// models have it, and one is added to the second.
+float gated(float gate, float up, uint kind) {
+    if (kind == 3) {
+        gate = min(gate, 7.0);
+        up = clamp(up, -7.0, 7.0) + 1.0;
+    }
+    return activation(gate, kind) * up;
 }
 
 #endif

@@ -1,6 +1,6 @@
 #version 450
-//! variants OP=add,mul,silu,gelu,gelu_tanh,scale,softcap
-// y = a + b, y = a * b, an activation of a, a times a constant, or a softly capped by one, value by value.
+//! variants OP=add,mul,silu,gelu,gelu_tanh,scale,softcap,clamped_swiglu
+// y = a + b, y = a * b, an activation of a, a times a constant, a softly capped by one, or gpt-oss's gate a of b, value by value.
 #extension GL_GOOGLE_include_directive : require
 #include "activations.glsl"
 
@@ -13,7 +13,7 @@ layout(constant_id = 2) const uint FACTOR_BITS = 0;  // float bits of the consta
 
 layout(std430, binding = 0) readonly buffer A { float a[]; };
 layout(std430, binding = 1) writeonly buffer Y { float y[]; };
-#if defined(OP_ADD) || defined(OP_MUL)
+#if defined(OP_ADD) || defined(OP_MUL) || defined(OP_CLAMPED_SWIGLU)
 layout(std430, binding = 2) readonly buffer B { float b[]; };
 #endif
 
@@ -25,6 +25,9 @@ void main() {
 #endif
 #ifdef OP_MUL
     y[i] = a[i] * b[i];
+#endif
+#ifdef OP_CLAMPED_SWIGLU
+    y[i] = gated(a[i], b[i], 3);
 #endif
 #ifdef OP_GELU_TANH
     y[i] = gelu_tanh(a[i]);

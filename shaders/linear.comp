@@ -24,8 +24,11 @@ layout(constant_id = 11) const uint X_CHUNK = 64;     // columns staged in share
 layout(constant_id = 12) const uint NORM = 0;         // 0 none, 1 RMS, 2 layer norm
 layout(constant_id = 13) const uint HAS_NORM_BIAS = 0;
 layout(constant_id = 14) const uint ACTIVATION = 0;   // of the sums, or of a pair's first; see activations.glsl
+layout(constant_id = 15) const uint EXPERTS_USED = 0;   // by a token, of a stack of matrices; 0 where there is no stack
+layout(constant_id = 16) const uint EXPERT_BLOCKS = 1;  // blocks of ROW_TILES tiles of each expert
+layout(constant_id = 17) const uint EXPERT_X = 0;       // x has a row for each expert of a token, not one for all
 #ifdef EPILOGUE_PLAIN
-layout(constant_id = 15) const uint HAS_RESIDUAL = 0;
+layout(constant_id = 18) const uint HAS_RESIDUAL = 0;
 #endif
 
 // What a dispatch does not use is bound to some other buffer.
@@ -47,6 +50,8 @@ layout(std430, binding = 6) readonly buffer Residual { float residual[]; };
 #endif
 #if TOKENS > 1
 layout(std430, binding = NEXT_BINDING) readonly buffer TokenCount { uint token_count[]; };
+#else
+layout(std430, binding = NEXT_BINDING) readonly buffer Route { uint route[]; };  // see route.comp
 #endif
 
 uvec4 load_words(uint at) {
@@ -100,7 +105,7 @@ void measure(uint first_token) {
     }
 }
 
-void store_block(uint first_tile, uint lane, uint first_token, vec4 sums[TOKENS]) {
+void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, vec4 sums[TOKENS]) {
 #if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
     [[unroll]] for (uint r = 0; r < ROW_TILES; r += 2) {
         uint pair = (first_tile + r) / 2 * TILE + lane;
@@ -108,8 +113,8 @@ void store_block(uint first_tile, uint lane, uint first_token, vec4 sums[TOKENS]
         float bias_a = 0.0;
         float bias_b = 0.0;
         if (HAS_BIAS != 0) {
-            bias_a = bias[(first_tile + r) * TILE + lane];
-            bias_b = bias[(first_tile + r + 1) * TILE + lane];
+            bias_a = bias[first_bias + (first_tile + r) * TILE + lane];
+            bias_b = bias[first_bias + (first_tile + r + 1) * TILE + lane];
         }
 #ifdef EPILOGUE_ROPE
         const uint half_dim = HEAD_DIM / 2;
@@ -124,7 +129,7 @@ void store_block(uint first_tile, uint lane, uint first_token, vec4 sums[TOKENS]
             float b = sums[t][r + 1] + bias_b;
             uint token = first_token + t;
 #ifdef EPILOGUE_GATED
-            y[token * OUTPUTS + pair] = activation(a, ACTIVATION) * b;
+            y[token * OUTPUTS + pair] = gated(a, b, ACTIVATION);
 #else
             float c = 1.0;
             float s = 0.0;
@@ -142,7 +147,7 @@ void store_block(uint first_tile, uint lane, uint first_token, vec4 sums[TOKENS]
         uint row = (first_tile + r) * TILE + lane;
         if (row >= ROWS) continue;
         float row_bias = 0.0;
-        if (HAS_BIAS != 0) row_bias = bias[row];
+        if (HAS_BIAS != 0) row_bias = bias[first_bias + row];
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
             float value = activation(sums[t][r] + row_bias, ACTIVATION);
             if (HAS_RESIDUAL != 0) value += residual[(first_token + t) * OUTPUTS + row];
@@ -271,7 +276,19 @@ void main() {
 #if TOKENS > 1
     if (first_token >= token_count[0]) return;
 #endif
-    if (NORM != 0) measure(first_token);
+    uint first_x = first_token;
+    uint first_block = 0;
+#if TOKENS == 1
+    // Each expert of a token takes a row of workgroups, as if it were a token.
+    if (EXPERTS_USED != 0) {
+        uint token = first_token / EXPERTS_USED;
+        uint expert = route[token * EXPERTS_USED + first_token];
+        if (expert == 0xFFFFFFFFu) return;
+        if (EXPERT_X == 0) first_x = token;
+        first_block = expert * EXPERT_BLOCKS;
+    }
+#endif
+    if (NORM != 0) measure(first_x);
 #if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
     const uint tiles = (ROWS + TILE - 1) / TILE * 2;
 #else
@@ -282,13 +299,13 @@ void main() {
         if (block * ROW_TILES >= tiles) break;
         vec4 sums[TOKENS];
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] = vec4(0.0);
-        accumulate(block, lane, first_token, sums);
+        accumulate(first_block + block, lane, first_x, sums);
         if (NORM == 1) {
             [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] *= norm_scale[t];
         }
 #ifdef LANES_SHARED
         if (LANE < TILE)
 #endif
-        store_block(block * ROW_TILES, lane, first_token, sums);
+        store_block(block * ROW_TILES, lane, first_token, first_block * ROW_TILES * TILE, sums);
     }
 }

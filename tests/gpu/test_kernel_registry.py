@@ -48,7 +48,7 @@ def test_access_is_read_from_the_compiled_code() -> None:
         written = [one.name for one in kernel.bindings if one.access != "read"]
         cache = ["cache_k", "cache_v"] if "WRITE=1" in terms else []
         outputs = {"copy_words": ["target"], "kv_write": ["cache"]}
-        outputs |= {"subgroup_check": ["result"], "self_check": ["result"], "group_max": ["best"]}
+        outputs |= {"subgroup_check": ["result"], "self_check": ["result"], "group_max": ["best"], "route": ["route"]}
         assert written == outputs.get(name, [*cache, "y"])
 
 

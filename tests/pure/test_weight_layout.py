@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from vkdecode.errors import ConfigError
 from vkdecode.graph import RowPick, WeightSpec
 from vkdecode.runtime.block_layout import BLOCK_LAYOUTS, block_words
-from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, row_slots
+from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, row_slots, weight_bytes
 from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
 from vkdecode.weights.dtypes import BLOCK_DTYPES, DType
 
@@ -81,6 +82,21 @@ def test_stacked_projections_pair_within_each_head() -> None:
 def test_a_gate_without_its_product_is_refused(gate: int, up: int) -> None:
     with pytest.raises(ConfigError, match=f"part0 has {gate} rows and part1 has {up}"):
         row_slots(spec((gate, up), "gated"), 4, 8)
+
+
+@given(st.integers(1, 5), st.integers(1, 50), st.sampled_from(["plain", "gated"]), TILES, ROW_TILES)
+def test_each_expert_stands_like_a_matrix_of_its_own(
+    experts: int, rows: int, order: str, tile: int, row_tiles: int
+) -> None:
+    parts = 2 if order == "gated" else 1
+    stack = replace(spec((experts * rows,) * parts, order), experts=experts)
+    slots = row_slots(stack, tile, tile * row_tiles).reshape(experts, -1)
+    alone = row_slots(spec((rows,) * parts, order), tile, tile * row_tiles)
+    for expert in range(experts):
+        part, row = np.divmod(alone, rows)
+        expected = np.where(alone < 0, -1, part * experts * rows + expert * rows + row)
+        np.testing.assert_array_equal(slots[expert], expected)
+    assert weight_bytes(stack, tile, tile * row_tiles) == packed_bytes(stack, slots.size)
 
 
 def bit_patterns(slots: int, columns: int, dtype: DType) -> NDArray[Any]:

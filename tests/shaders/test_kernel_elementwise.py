@@ -9,7 +9,7 @@ import pytest
 from kernel_lab import F32, F64, Words, axes_of, bits, blank, check, generator, normal, run_once, variants
 from numpy.typing import NDArray
 
-KEYS = variants("elementwise", OP=["add", "mul", "silu", "gelu", "gelu_tanh", "scale", "softcap"])
+KEYS = variants("elementwise", OP=["add", "mul", "silu", "gelu", "gelu_tanh", "scale", "softcap", "clamped_swiglu"])
 FACTOR = 2.7
 SIZES = [
     (1, 64, (1, 1, 1)),
@@ -23,7 +23,7 @@ def run(
     key: str, a: F32, b: F32, count: int, workgroup: int, workgroups: tuple[int, int, int], factor: float = FACTOR
 ) -> Words:
     buffers: dict[str, NDArray[np.float32] | Words] = {"a": a, "y": blank(a.size)}
-    if axes_of(key)["OP"] in ("add", "mul"):
+    if axes_of(key)["OP"] in ("add", "mul", "clamped_swiglu"):
         buffers["b"] = b
     spec = {"WORKGROUP": workgroup, "COUNT": count}
     if axes_of(key)["OP"] in ("scale", "softcap"):
@@ -39,6 +39,11 @@ def reference(key: str, a: F32, b: F32) -> tuple[F64, F64]:
         return left + right, np.abs(left + right)
     if operation == "mul":
         return left * right, np.abs(left * right)
+    if operation == "clamped_swiglu":
+        gate, up = np.minimum(left, 7), np.clip(right, -7, 7) + 1
+        with np.errstate(over="ignore"):
+            value = gate / (1 + np.exp(-1.702 * gate)) * up
+        return value, np.abs(value) * (1 + np.abs(gate)) + np.abs(gate * (np.abs(up) + 2)) + 1e-30
     factor = float(np.float32(FACTOR))
     if operation == "scale":
         return left * factor, np.abs(left * factor)

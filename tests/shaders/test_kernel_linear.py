@@ -205,6 +205,9 @@ class Problem:
             "NORM": NORMS.index(self.fused.norm),
             "HAS_NORM_BIAS": int(shape.norm_bias),
             "ACTIVATION": ACTIVATIONS.index(self.fused.activation),
+            "EXPERTS_USED": 0,  # test_kernel_experts.py has the stacks
+            "EXPERT_BLOCKS": 1,
+            "EXPERT_X": 0,
         }
 
     def buffers(self) -> dict[str, NDArray[Any]]:
@@ -233,6 +236,8 @@ class Problem:
             buffers |= {"rope_cos": self.cos, "rope_sin": self.sin}
         if self.token_tile > 1:
             buffers["token_count"] = np.array([self.shape.count], np.uint32)
+        else:
+            buffers["route"] = poisoned((1,))
         return buffers
 
     def run(self, wrong: Mapping[str, int] | None = None, **changed: NDArray[Any]) -> Words:

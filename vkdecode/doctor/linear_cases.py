@@ -124,6 +124,8 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
         buffers |= {"rope_cos": cos, "rope_sin": sin}
     if tile_tokens > 1:
         buffers["token_count"] = np.array([count], np.uint32)
+    else:
+        buffers["route"] = unset(1)
     blocks = -(-(-(-units // lanes.tile) * (2 if paired else 1)) // lanes.row_tiles)
     groups = 2
     workgroup = lanes.workgroup if tile_tokens == 1 else lanes.prompt_workgroup
@@ -144,6 +146,9 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
         "NORM": NORMS[fused.norm],
         "HAS_NORM_BIAS": 1,
         "ACTIVATION": ACTIVATIONS[fused.activation],
+        "EXPERTS_USED": 0,
+        "EXPERT_BLOCKS": blocks,
+        "EXPERT_X": 0,
         **({"HAS_RESIDUAL": int(fused.residual)} if epilogue == "plain" else {}),
     }
     left = run_kernel(device, key, buffers, constants, (-(-blocks // groups), room // tile_tokens, 1))["y"]

@@ -97,8 +97,8 @@ def check_dispatch(
 def shared_memory_bytes(kernel: Kernel, spec: Mapping[str, int]) -> int:
     """Bytes of shared memory that a kernel declares, from its variant and constants.
 
-    The arrays are those of `shaders/lanes.glsl`, `shaders/linear.comp`, `shaders/attention.comp` and
-    `shaders/top_k.comp`.
+    The arrays are those of `shaders/lanes.glsl`, `shaders/linear.comp`, `shaders/attention.comp`, `shaders/top_k.comp`
+    and `shaders/route.comp`.
     """
     name, *axes = kernel.key.split()
     variant = dict(axis.split("=") for axis in axes)
@@ -106,6 +106,8 @@ def shared_memory_bytes(kernel: Kernel, spec: Mapping[str, int]) -> int:
     scratch = 4 * lanes if form == "shared" or name == "self_check" else 0
     if name == "linear" and form == "shared":
         return scratch + 16 * lanes + 4 * int(variant["TOKENS"]) * spec["X_CHUNK"]
+    if name == "route":
+        return 8 * spec["EXPERTS"]
     if name == "top_k":
         return scratch + 8 * spec["LISTED"] + 4 * spec["K"] + 4
     if name == "attention":

@@ -12,6 +12,7 @@ from dataclasses import replace
 from vkdecode.graph.graph import Graph
 from vkdecode.graph.nodes import (
     AttentionAttrs,
+    ExpertSumAttrs,
     KvWriteAttrs,
     LinearAttrs,
     Node,
@@ -33,22 +34,29 @@ Fusion = Callable[[Graph, Roots], Roots]
 
 
 def fuse_gated_mlp(graph: Graph, roots: Roots) -> Roots:
-    """act(gate(x)) * up(x) becomes one product whose lanes hold a gate and its up row together."""
+    """act(gate(x)) * up(x), or gpt-oss's form of it, becomes one product whose lanes hold a gate and its up row."""
     users = graph.consumers(roots)
     for node_id in graph.reachable(roots):
-        if graph.node(node_id).op is not Op.MUL:
+        node = graph.node(node_id)
+        if node.op not in (Op.MUL, Op.CLAMPED_SWIGLU):
             continue
-        left, up = graph.node(node_id).inputs
-        activation = graph.node(left).op
-        if activation not in ACTIVATIONS:
-            continue
-        gate = graph.node(left).inputs[0]
-        if not all(len(users[one]) == 1 for one in (left, gate, up)):
+        gate, up = node.inputs
+        activation: Op = node.op
+        alone = [gate, up]
+        if node.op is Op.MUL:
+            activation = graph.node(gate).op
+            if activation not in ACTIVATIONS:
+                continue
+            gate = graph.node(gate).inputs[0]
+            alone.append(gate)
+        if not all(len(users[one]) == 1 for one in alone):
             continue
         inputs = _stacked(graph, [gate, up], replace_spec={"order": "gated"})
         if inputs is not None:
-            bias = len(inputs) == 3
-            graph.rewrite(node_id, Op.LINEAR, inputs, LinearAttrs(bias=bias, epilogue="gated", activation=activation))
+            used = graph.attrs(gate, LinearAttrs).experts_used
+            bias = len(inputs) == 3 + (used > 0)
+            attrs = LinearAttrs(bias=bias, epilogue="gated", activation=activation, experts_used=used)
+            graph.rewrite(node_id, Op.LINEAR, inputs, attrs)
     return roots
 
 
@@ -106,19 +114,23 @@ def fuse_qkv(graph: Graph, roots: Roots) -> Roots:
 
 
 def fuse_residual(graph: Graph, roots: Roots) -> Roots:
-    """x + linear(y) becomes one product that starts from x."""
+    """x + linear(y) becomes one product that starts from x; a sum of experts starts from it too."""
     users = graph.consumers(roots)
     for node_id in graph.reachable(roots):
         node = graph.node(node_id)
         if node.op is not Op.ADD:
             continue
         for product, residual in (node.inputs[::-1], node.inputs):
-            if graph.node(product).op is not Op.LINEAR or len(users[product]) != 1 or product == residual:
+            attrs = graph.node(product).attrs
+            if len(users[product]) != 1 or product == residual:
                 continue
-            attrs = graph.attrs(product, LinearAttrs)
-            if attrs.epilogue == "plain" and not attrs.residual:
+            if isinstance(attrs, LinearAttrs):
+                free = attrs.epilogue == "plain" and not attrs.experts_used
+            elif not (free := isinstance(attrs, ExpertSumAttrs)):
+                continue
+            if free and not attrs.residual:
                 inputs = [*graph.node(product).inputs, residual]
-                graph.rewrite(node_id, Op.LINEAR, inputs, replace(attrs, residual=True))
+                graph.rewrite(node_id, graph.node(product).op, inputs, replace(attrs, residual=True))
                 break
     return roots
 
@@ -295,34 +307,45 @@ def _takes_norm(graph: Graph, product: NodeId, norm: NodeId) -> bool:
     node = graph.node(product)
     if node.op is not Op.LINEAR or node.inputs[0] != norm or norm in node.inputs[1:]:
         return False
+    if graph.node(norm).shape[1] != graph.node(node.inputs[1]).shape[1]:
+        return False
     return graph.attrs(product, LinearAttrs).norm_epsilon is None
 
 
 def _stacked(graph: Graph, products: Sequence[NodeId], replace_spec: dict[str, object]) -> list[NodeId] | None:
-    """Inputs of one product that does the plain products of one x together: x, weight, and bias where any has one."""
+    """Inputs of one product that does the plain products of one x together: x, weight, bias and route if there are."""
     nodes = [graph.node(one) for one in products]
-    if any(
-        node.op is not Op.LINEAR or graph.attrs(node.id, LinearAttrs) != LinearAttrs(bias=len(node.inputs) == 3)
-        for node in nodes
-    ):
+    if any(node.op is not Op.LINEAR for node in nodes):
         return None
-    if len({node.inputs[0] for node in nodes}) != 1:
+    attrs = [graph.attrs(node.id, LinearAttrs) for node in nodes]
+    used = attrs[0].experts_used
+    if any(one != LinearAttrs(bias=one.bias, experts_used=used) for one in attrs):
+        return None
+    routes = [node.inputs[-1:] if used else () for node in nodes]
+    if len({node.inputs[0] for node in nodes}) != 1 or len(set(routes)) != 1:
         return None
     specs = [graph.attrs(node.inputs[1], WeightSpec) for node in nodes]
-    if len({(spec.dtype, spec.transposed) for spec in specs}) != 1 or any(spec.order != "plain" for spec in specs):
+    if len({(spec.dtype, spec.transposed, spec.experts) for spec in specs}) != 1 or any(
+        spec.order != "plain" for spec in specs
+    ):
         return None
     parts = tuple(rows for spec in specs for rows in spec.part_rows)
     names = tuple(name for spec in specs for name in spec.names)
     fused = replace(specs[0], names=names, part_rows=parts, picks=_picks(specs), **replace_spec)  # type: ignore[arg-type]  # values fit the fields
     inputs = [nodes[0].inputs[0], graph.weight(fused)]
-    biases = [graph.attrs(node.inputs[2], WeightSpec) if len(node.inputs) == 3 else None for node in nodes]
+    biases = [
+        graph.attrs(node.inputs[2], WeightSpec) if one.bias else None for node, one in zip(nodes, attrs, strict=True)
+    ]
     held = next((bias for bias in biases if bias is not None), None)
     if held is not None:
-        bias_names = tuple(bias.names[0] if bias is not None else None for bias in biases)
+        parts_of = zip(biases, specs, strict=True)
+        bias_names = tuple(
+            name for bias, spec in parts_of for name in (bias.names if bias else (None,) * len(spec.names))
+        )
         picks = _picks([bias or spec for bias, spec in zip(biases, specs, strict=True)])
         vector = replace(fused, names=bias_names, columns=1, dtype=held.dtype, vector=True)
         inputs.append(graph.weight(replace(vector, picks=picks, transposed=False)))
-    return inputs
+    return [*inputs, *routes[0]]
 
 
 def _picks(specs: Sequence[WeightSpec]) -> tuple[RowPick, ...]:

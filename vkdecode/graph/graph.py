@@ -12,6 +12,7 @@ from vkdecode.graph.nodes import (
     AttentionAttrs,
     Attrs,
     DataAttrs,
+    ExpertSumAttrs,
     FactorAttrs,
     GroupMaxAttrs,
     KvAttrs,
@@ -22,6 +23,7 @@ from vkdecode.graph.nodes import (
     NormAttrs,
     Op,
     RopeAttrs,
+    RouteAttrs,
     TopKAttrs,
     WeightSpec,
 )
@@ -170,6 +172,44 @@ class Graph:
         inputs = (x, weight) if bias is None else (x, weight, bias)
         return self.add_node(Op.LINEAR, inputs, (tokens, rows), LinearAttrs(bias=bias is not None))
 
+    def route(self, logits: NodeId, token_count: NodeId, used: int, normalized: bool) -> NodeId:
+        """The experts of each token, from logits [tokens, experts]; see `RouteAttrs`."""
+        tokens, experts = self.node(logits).shape
+        if not 1 <= used <= experts:
+            raise InvalidInputError(f"{used} of {experts} experts cannot be chosen")
+        return self.add_node(
+            Op.ROUTE, (logits, token_count), (tokens, 2 * used), RouteAttrs(used, normalized), DType.U32
+        )
+
+    def expert_linear(self, x: NodeId, weight: NodeId, route: NodeId, bias: NodeId | None = None) -> NodeId:
+        """The products of a token's experts side by side, [tokens, used * rows].
+
+        x is [tokens, columns], or [tokens, used * columns] where each expert has its own; `weight` and `bias` are
+        stacks, see `WeightSpec`.
+        """
+        spec, used = self.attrs(weight, WeightSpec), self.attrs(route, RouteAttrs).used
+        tokens, features = self.node(x).shape
+        if not spec.experts or features not in (spec.columns, used * spec.columns):
+            raise InvalidInputError(f"{features} features of {used} experts meet {spec.columns} columns of each")
+        inputs = (x, weight, route) if bias is None else (x, weight, bias, route)
+        attrs = LinearAttrs(bias=bias is not None, experts_used=used)
+        return self.add_node(Op.LINEAR, inputs, (tokens, used * (spec.rows // spec.experts)), attrs)
+
+    def expert_sum(
+        self, x: NodeId, route: NodeId, shared: NodeId | None = None, shared_gate: NodeId | None = None
+    ) -> NodeId:
+        """The experts' outputs [tokens, used * features] by their weights, [tokens, features]; see `ExpertSumAttrs`.
+
+        A shared expert's output is [tokens, features] and its gate's logit [tokens, 1].
+        """
+        if (shared is None) != (shared_gate is None):
+            raise InvalidInputError("a shared expert needs its gate, and the gate its expert")
+        used = self.attrs(route, RouteAttrs).used
+        tokens, features = self.node(x).shape
+        inputs = (x, route) if shared is None or shared_gate is None else (x, route, shared, shared_gate)
+        attrs = ExpertSumAttrs(used, shared=shared is not None)
+        return self.add_node(Op.EXPERT_SUM, inputs, (tokens, features // used), attrs)
+
     def rope(self, x: NodeId, cos: NodeId, sin: NodeId, heads: int, head_dim: int, rotary_dim: int) -> NodeId:
         """Turn the first `rotary_dim` dimensions of every head; cos and sin are [tokens, head_dim / 2]."""
         return self.add_node(Op.ROPE, (x, cos, sin), self.node(x).shape, RopeAttrs(heads, heads, head_dim, rotary_dim))
@@ -193,6 +233,10 @@ class Graph:
     def gelu_tanh(self, x: NodeId) -> NodeId:
         """The tanh form of GELU, 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))); Hendrycks and Gimpel 2016."""
         return self.add_node(Op.GELU_TANH, (x,), self.node(x).shape)
+
+    def clamped_swiglu(self, gate: NodeId, up: NodeId) -> NodeId:
+        """The gated unit of gpt-oss: (clamp(up, -7, 7) + 1) g sigmoid(1.702 g) with g = min(gate, 7)."""
+        return self.add_node(Op.CLAMPED_SWIGLU, (gate, up), self.node(gate).shape)
 
     def scale(self, x: NodeId, factor: float) -> NodeId:
         """x times a constant; x itself where that is 1."""

@@ -31,10 +31,13 @@ class Op(enum.Enum):
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    CLAMPED_SWIGLU = "clamped_swiglu"
     SCALE = "scale"
     SOFTCAP = "softcap"
     ATTENTION = "attention"
     KV_WRITE = "kv_write"  # effect: puts rows into a KV constant
+    ROUTE = "route"  # which experts a token takes, and how much of each
+    EXPERT_SUM = "expert_sum"
     LAST_ROW = "last_row"
     GROUP_MAX = "group_max"  # the highest value of each group of a row
     TOP_K = "top_k"  # the highest values of a row, best first
@@ -74,6 +77,10 @@ class WeightSpec:
 
     `picks` says for each part which rows of its tensor it takes; empty where all are whole tensors in their own order.
     The tensors of a `transposed` constant are [columns, rows] in the file. `plus_one` adds 1 to each value of a vector.
+
+    A constant of `experts` holds as many matrices of the same size, each from a whole block of rows on: the parts' rows
+    are those of all experts, one after another. Its tensors are one for each expert, or one for all, then with an axis
+    for them before the others.
     """
 
     names: tuple[str | None, ...]
@@ -89,6 +96,7 @@ class WeightSpec:
     picks: tuple[RowPick, ...] = ()
     transposed: bool = False
     plus_one: bool = False
+    experts: int = 0
 
     @property
     def rows(self) -> int:
@@ -99,6 +107,12 @@ class WeightSpec:
     def units(self) -> int:
         """Rows, or pairs of rows in a paired order, that this constant holds."""
         return self.unit_count or (self.rows if self.order == "plain" else self.rows // 2)
+
+    @property
+    def title(self) -> str:
+        """The names of its tensors, for errors; of a stack of many the first and the last."""
+        names = [name or "zeros" for name in self.names]
+        return " + ".join(names) if len(names) < 5 else f"{names[0]} to {names[-1]}, {len(names)} tensors"
 
 
 @dataclass(frozen=True)
@@ -154,10 +168,12 @@ class FactorAttrs:
 class LinearAttrs:
     """What is fused around a product.
 
-    Inputs: x, weight, then bias, norm weight and norm bias, residual or cos and sin, as far as they are present.
+    Inputs: x, weight, then bias, norm weight and norm bias, residual or cos and sin, and the ROUTE that says which
+    experts' matrices count, as far as they are present.
     `norm` is `rms` or `layer` and counts only where `norm_epsilon` is given. `epilogue` is `plain` (the activation,
     then the residual, as far as there are any), `rope` or `gated` (the activation of a pair's first row times the
-    second).
+    second, or both in one CLAMPED_SWIGLU). With `experts_used` a token has as many products side by side, one for each
+    expert; x has one row for all of them, or one for each side by side.
     """
 
     bias: bool = False
@@ -168,6 +184,33 @@ class LinearAttrs:
     activation: Op | None = None
     residual: bool = False
     rope: RopeAttrs | None = None
+    experts_used: int = 0
+
+
+@dataclass(frozen=True)
+class RouteAttrs:
+    """How many experts a token takes, and whether their weights add up to 1.
+
+    A row of logits, one for each expert, becomes 2 * `used` unsigned words: the experts, best first, of equal ones the
+    lower first, and then the bits of their weights. Those are a softmax over the chosen ones where `normalized`, else
+    over all; Shazeer et al. 2017. Rows behind the step's tokens have experts of all ones, which are none.
+    """
+
+    used: int
+    normalized: bool
+
+
+@dataclass(frozen=True)
+class ExpertSumAttrs:
+    """What is added up: the outputs of `used` experts side by side, by their weights.
+
+    Inputs: the outputs, the ROUTE, then the output of a shared expert and the logit of its gate (where `shared` says
+    so), which counts by the gate's sigmoid, and what is added to all (where `residual` does).
+    """
+
+    used: int
+    shared: bool = False
+    residual: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,6 +298,8 @@ Attrs = (
     | FactorAttrs
     | RopeAttrs
     | LinearAttrs
+    | RouteAttrs
+    | ExpertSumAttrs
     | AttentionAttrs
     | KvWriteAttrs
     | GroupMaxAttrs

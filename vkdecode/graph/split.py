@@ -25,6 +25,8 @@ def split_weights(graph: Graph, roots: tuple[NodeId, ...], most_units: MostUnits
         if node.op not in (Op.LINEAR, Op.EMBED):
             continue
         spec = graph.attrs(node.inputs[1], WeightSpec)
+        if spec.experts:
+            continue  # the experts of one token may lie anywhere in it; too large a stack is refused with its plan
         if spec.units > most_units(spec):
             parts = _parts(spec, most_units(spec))
             if node.op is Op.LINEAR:
@@ -38,8 +40,7 @@ def _parts(spec: WeightSpec, most: int) -> list[WeightSpec]:
     """Parts of equal size but for the last; heads of a rotary weight stay whole."""
     step = most // (spec.head_dim // 2) * (spec.head_dim // 2) if spec.order == "rope" else most
     if step < 1:
-        names = " + ".join(name or "zeros" for name in spec.names)
-        raise DeviceError(f"not even one block of rows of {names} fits one storage buffer of this device")
+        raise DeviceError(f"not even one block of rows of {spec.title} fits one storage buffer of this device")
     return [
         replace(spec, first_unit=first, unit_count=min(step, spec.units - first))
         for first in range(0, spec.units, step)

@@ -91,7 +91,7 @@ def _plain_bytes(graph: Graph, node_id: NodeId) -> int:
 def _describe(graph: Graph, node_id: NodeId) -> str:
     node = graph.node(node_id)
     if node.op is Op.WEIGHT:
-        return "the weight " + " + ".join(name or "zeros" for name in graph.attrs(node_id, WeightSpec).names)
+        return f"the weight {graph.attrs(node_id, WeightSpec).title}"
     if node.op is Op.KV:
         slot = graph.attrs(node_id, KvAttrs)
         return f"the {'KV'[slot.which]} cache of layer {slot.layer}, {node.shape[1]} rows,"

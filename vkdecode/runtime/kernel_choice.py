@@ -12,6 +12,7 @@ from vkdecode.errors import UnsupportedModelError
 from vkdecode.gpu import Kernel, Lanes, registry
 from vkdecode.graph import (
     AttentionAttrs,
+    ExpertSumAttrs,
     FactorAttrs,
     Graph,
     GroupMaxAttrs,
@@ -22,6 +23,7 @@ from vkdecode.graph import (
     NormAttrs,
     Op,
     RopeAttrs,
+    RouteAttrs,
     SymId,
     TopKAttrs,
     ViewAttrs,
@@ -33,9 +35,10 @@ _WORKGROUP = 64
 _ATTENTION_WORKGROUP = 64
 _TOKEN_TILE = 8
 _MOST_QUERIES = 4
+_MOST_EXPERTS = 1024
 # The numbers that linear.comp and activations.glsl give them.
 NORMS = {None: 0, "rms": 1, "layer": 2}
-ACTIVATIONS = {None: 0, Op.SILU: 1, Op.GELU_TANH: 2}
+ACTIVATIONS = {None: 0, Op.SILU: 1, Op.GELU_TANH: 2, Op.CLAMPED_SWIGLU: 3}
 # The most that Vulkan promises on an axis; some devices allow no more.
 _MOST_WORKGROUPS = 65535
 MOST_PASSES = 30_000
@@ -93,10 +96,13 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     spec = graph.attrs(weight, WeightSpec)
     bias = rest.pop(0) if attrs.bias else x
     tokens = node.shape[0]
-    token_tile = 1 if tokens == 1 else _TOKEN_TILE
+    # Experts are taken token by token, as that many more tokens.
+    experts, used = max(spec.experts, 1), max(attrs.experts_used, 1)
+    token_tile = 1 if tokens == 1 or attrs.experts_used else _TOKEN_TILE
     norm: list[NodeId] = []
     if attrs.norm_epsilon is not None:
         norm, rest = rest[: 1 + attrs.norm_bias], rest[1 + attrs.norm_bias :]
+    route = rest.pop() if attrs.experts_used else x
     if attrs.epilogue == "plain" and not attrs.residual:
         rest = [x]
     # What a kernel does not read is bound to x.
@@ -105,16 +111,20 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         if tokens % token_tile:
             raise UnsupportedModelError(f"a step of {tokens} tokens is not a multiple of {token_tile}")
         bindings.append(graph.find_data("token_count"))
+    else:
+        bindings.append(route)
     if spec.columns % 4:
         raise UnsupportedModelError(f"a product over {spec.columns} features: they must be a multiple of 4")
     kernel = registry().get(
         "linear", LANES=lanes.form, DTYPE=spec.dtype.value, TOKENS=token_tile, EPILOGUE=attrs.epilogue
     )
     paired = attrs.epilogue in ("rope", "gated")
-    rows = spec.units
+    rows = spec.units // experts
     tiles = -(-rows // lanes.tile) * (2 if paired else 1)
     blocks = -(-tiles // lanes.row_tiles)
     wanted = lanes.wanted_workgroups if tokens == 1 else lanes.wanted_workgroups // 2
+    if wanted and attrs.experts_used:
+        wanted = max(wanted // (tokens * used), 1)
     chunks = -(-spec.columns // PACK)
     most = lanes.workgroup if token_tile == 1 else lanes.prompt_workgroup
     split = min(most // lanes.tile, 1 << (chunks.bit_length() - 1))
@@ -130,7 +140,7 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "COLUMNS": spec.columns,
         "ROWS": rows,
         "GROUPS": groups,
-        "OUTPUTS": node.shape[1],
+        "OUTPUTS": node.shape[1] // used,
         "HAS_BIAS": int(attrs.bias),
         "EPSILON_BITS": float_bits(attrs.norm_epsilon or 0.0),
         "HEAD_DIM": rope.head_dim,
@@ -140,11 +150,15 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "NORM": NORMS[None if attrs.norm_epsilon is None else attrs.norm],
         "HAS_NORM_BIAS": int(attrs.norm_bias),
         "ACTIVATION": ACTIVATIONS[attrs.activation],
+        "EXPERTS_USED": attrs.experts_used,
+        "EXPERT_BLOCKS": blocks,
+        "EXPERT_X": int(graph.node(x).shape[1] != spec.columns),
     }
     if attrs.epilogue == "plain":
         constants["HAS_RESIDUAL"] = int(attrs.residual)
-    work = tokens * rows * (2 if paired else 1) * spec.columns
-    return Choice(kernel, tuple(bindings), constants, (-(-blocks // groups), tokens // token_tile, 1), {}, work)
+    work = tokens * used * rows * (2 if paired else 1) * spec.columns
+    workgroups = (-(-blocks // groups), tokens // token_tile * used, 1)
+    return Choice(kernel, tuple(bindings), constants, workgroups, {}, work)
 
 
 def _linear_passes(chunks: int, workgroup: int, staged: int, lanes: Lanes, tokens: int) -> tuple[int, int]:
@@ -244,6 +258,36 @@ def _elementwise(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     if isinstance(node.attrs, FactorAttrs):
         constants["FACTOR_BITS"] = float_bits(node.attrs.factor)
     return Choice(kernel, bindings, constants, (width, -(-groups // width), 1), {})
+
+
+def _route(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    attrs, experts = graph.attrs(node.id, RouteAttrs), graph.node(node.inputs[0]).shape[1]
+    if experts > _MOST_EXPERTS:
+        raise UnsupportedModelError(f"{experts} experts are not supported; {_MOST_EXPERTS} are the most")
+    constants = {
+        "WORKGROUP": _WORKGROUP,
+        "EXPERTS": experts,
+        "USED": attrs.used,
+        "NORMALIZED": int(attrs.normalized),
+    }
+    return Choice(registry().get("route"), (*node.inputs, node.id), constants, (node.shape[0], 1, 1), {})
+
+
+def _expert_sum(graph: Graph, node: Node, lanes: Lanes) -> Choice:
+    attrs = graph.attrs(node.id, ExpertSumAttrs)
+    x, route, *rest = node.inputs
+    # What the kernel does not read is bound to x.
+    shared, gate = (rest.pop(0), rest.pop(0)) if attrs.shared else (x, x)
+    residual = rest.pop(0) if attrs.residual else x
+    constants = {
+        "WORKGROUP": _WORKGROUP,
+        "COLUMNS": node.shape[1],
+        "USED": attrs.used,
+        "HAS_SHARED": int(attrs.shared),
+        "HAS_RESIDUAL": int(attrs.residual),
+    }
+    bindings = (x, route, shared, gate, residual, node.id)
+    return Choice(registry().get("expert_sum"), bindings, constants, _over_columns(node), {})
 
 
 def _last_row(graph: Graph, node: Node, lanes: Lanes) -> Choice:
@@ -357,6 +401,9 @@ _CHOICES: dict[Op, Callable[[Graph, Node, Lanes], Choice]] = {
     Op.GELU_TANH: _elementwise,
     Op.SCALE: _elementwise,
     Op.SOFTCAP: _elementwise,
+    Op.CLAMPED_SWIGLU: _elementwise,
+    Op.ROUTE: _route,
+    Op.EXPERT_SUM: _expert_sum,
     Op.LAST_ROW: _last_row,
     Op.GROUP_MAX: _group_max,
     Op.TOP_K: _top_k,

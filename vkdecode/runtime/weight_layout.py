@@ -6,6 +6,9 @@ lane and its neighbours work on.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,8 +32,11 @@ def _row_words(dtype: DType, columns: int) -> int:
 def row_slots(spec: WeightSpec, tile: int, block_rows: int) -> Rows:
     """For each row slot on the device the row of the stacked parts that it holds, or -1 for padding; int64 [slots].
 
-    Paired orders put the first rows of `tile` pairs into one tile and their partners into the next.
+    Paired orders put the first rows of `tile` pairs into one tile and their partners into the next. Each expert of a
+    stack starts a block.
     """
+    if spec.experts:
+        return np.concatenate([row_slots(one, tile, block_rows) for one in _each_expert(spec)])
     part = slice(spec.first_unit, spec.first_unit + spec.units)
     if spec.order == "plain":
         rows = np.arange(spec.rows)[part]
@@ -46,6 +52,12 @@ def row_slots(spec: WeightSpec, tile: int, block_rows: int) -> Rows:
     return slots
 
 
+def _each_expert(spec: WeightSpec) -> Iterator[WeightSpec]:
+    """The parts of a stack."""
+    units = spec.units // spec.experts
+    return (replace(spec, first_unit=one * units, unit_count=units, experts=0) for one in range(spec.experts))
+
+
 def picked_rows(pick: RowPick, rows: Rows) -> Rows:
     """The rows of a tensor that a part made by `pick` has as its rows `rows`; int64 of the same shape."""
     if pick.interleaved:
@@ -58,10 +70,11 @@ def picked_rows(pick: RowPick, rows: Rows) -> Rows:
 
 
 def _gated_pairs(spec: WeightSpec) -> tuple[Rows, Rows]:
-    gate, up = spec.part_rows
+    half = len(spec.part_rows) // 2
+    gate, up = sum(spec.part_rows[:half]), sum(spec.part_rows[half:])
     if gate != up:
         raise ConfigError(
-            f"{spec.names[0]} has {gate} rows and {spec.names[1]} has {up}; a gate and its product need equally many"
+            f"{spec.names[0]} has {gate} rows and {spec.names[half]} has {up}; a gate and its product need equally many"
         )
     return np.arange(gate), np.arange(gate, gate + up)
 
@@ -101,6 +114,8 @@ def packed_bytes(spec: WeightSpec, slots: int) -> int:
 
 def weight_bytes(spec: WeightSpec, tile: int, block_rows: int) -> int:
     """Bytes of a weight constant on the device, padding included."""
+    if spec.experts:
+        return spec.experts * weight_bytes(next(_each_expert(spec)), tile, block_rows)
     units = spec.units
     rows = units if spec.order == "plain" else -(-units // tile) * tile * 2
     slots = -(-rows // block_rows) * block_rows
@@ -120,10 +135,9 @@ def most_units(buffer_bytes: int, block_rows: int, where: str) -> MostUnits:
         slots -= slots % block_rows
         least = -(-spec.head_dim // block_rows) * block_rows if spec.order == "rope" else block_rows
         if slots < least:
-            names = " + ".join(name or "zeros" for name in spec.names)
             raise DeviceError(
-                f"not even one block of rows of {names} fits one storage buffer of {where}: {least * row_bytes} bytes, "
-                f"and {buffer_bytes} are allowed"
+                f"not even one block of rows of {spec.title} fits one storage buffer of {where}: "
+                f"{least * row_bytes} bytes, and {buffer_bytes} are allowed"
             )
         return slots if spec.order == "plain" else slots // 2
 

@@ -107,7 +107,7 @@ class WeightStore:
             block = self.lanes.block_rows
             step = max(_PIECE_BYTES // (row_bytes * block), 1) * block
             if spec.transposed:
-                step = slots.size  # each piece would read the whole tensor
+                step = slots.size // (spec.experts or 1)  # each piece would read the whole matrix
             for first in range(0, slots.size, step):
                 rows = _gather(source, spec, slots[first : first + step])
                 uploader.write(storage, first * row_bytes, pack_rows(rows, spec.dtype, self.lanes.tile))
@@ -138,9 +138,22 @@ def _gather(source: WeightSource, spec: WeightSpec, slots: NDArray[np.int64]) ->
 
 def _read(source: WeightSource, name: str, rows: NDArray[np.int64], spec: WeightSpec) -> NDArray[np.generic]:
     """These rows of a tensor, columns of one that is stored transposed, or values of a vector that is not flat."""
+    if spec.transposed and len(source.info(name).shape) > 2:
+        return _read_stack(source, name, rows)
     if spec.transposed:
         return np.ascontiguousarray(source.read(name).T[rows])
     if spec.vector and len(source.info(name).shape) > 1:
         return np.ascontiguousarray(source.read(name).reshape(-1)[rows])
     consecutive = rows[-1] - rows[0] + 1 == rows.size and bool((np.diff(rows) == 1).all())
     return source.read(name, slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows)
+
+
+def _read_stack(source: WeightSource, name: str, rows: NDArray[np.int64]) -> NDArray[np.generic]:
+    """These rows of matrices that a tensor [experts, columns, rows] stacks, no more than one of them in memory."""
+    _, columns, height = source.info(name).shape
+    experts, columns_of = np.divmod(rows, height)
+    out = np.empty((rows.size, columns), source.info(name).dtype.numpy)
+    for expert in np.unique(experts).tolist():
+        here = experts == expert
+        out[here] = source.read(name, slice(expert, expert + 1))[0].T[columns_of[here]]
+    return out
