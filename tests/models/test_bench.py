@@ -23,6 +23,7 @@ from vkdecode.bench.traffic import decode_traffic
 from vkdecode.decode import KV_OFFSETS, RUNGS, KvCache
 from vkdecode.errors import InvalidInputError
 from vkdecode.gpu import Device, copy_seconds
+from vkdecode.loading import load
 from vkdecode.models import Model, load_model
 from vkdecode.runtime import InferenceContext
 from vkdecode.weights import DType
@@ -252,6 +253,17 @@ def test_a_step_reads_every_weight_once_and_one_row_of_the_embedding(llama: Mode
         assert traffic.at(7) - traffic.at(6) == (
             2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
         )
+
+
+def test_of_experts_only_those_of_one_token_are_read(device: Device) -> None:
+    with load(TINY / "mixtral", device=device) as model, closing(model.new_kv_cache(20)) as kv:
+        held = {spec: model.weight_store.nbytes(spec) for spec in model.weight_specs()}
+        embedding = next(nbytes for spec, nbytes in held.items() if spec.names == ("model.embed_tokens.weight",))
+        stacks = sum(nbytes for spec, nbytes in held.items() if spec.experts)
+        assert sum(spec.experts == 4 for spec in held) == 2 * model.config.num_hidden_layers
+        rest = sum(held.values()) - stacks - embedding + embedding // model.vocab_size
+        norms = 2 * 64 * 4  # of each layer one is read by the router and again by the experts
+        assert decode_traffic(model, kv.geometry).weights == rest + stacks * 2 // 4 + norms
 
 
 def test_submissions_are_timed_whoever_makes_them(llama: Model) -> None:

@@ -81,8 +81,10 @@ class SyntheticSource:
             return np.full(wanted.size, float(name.endswith("weight")), info.dtype.numpy)
         pool = self._pool(info.dtype, info.shape[-1])
         start = zlib.crc32(name.encode())
-        picked: NDArray[Any] = pool[(wanted + start) % len(pool)]
-        return picked
+        inner = int(np.prod(info.shape[1:-1], dtype=np.int64))  # rows of each matrix of a stack
+        rows = (wanted[:, None] * inner + np.arange(inner)).reshape(-1)
+        picked: NDArray[Any] = pool[(rows + start) % len(pool)]
+        return picked.reshape(wanted.size, *info.read_shape[1:])
 
     def close(self) -> None:
         """Do nothing: there is no file, and what is read later is read again from here."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vkdecode.decode import KvGeometry, plan_step, prompt_steps
-from vkdecode.graph import Graph, Op, WeightSpec
+from vkdecode.graph import Graph, LinearAttrs, Op, WeightSpec
 from vkdecode.models import Model
 from vkdecode.runtime import Plan
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a decode step reads: every weight that a kernel binds, and the cached rows of all layers."""
+    """Bytes that a decode step reads: weights that kernels bind, of experts those of one token, and all cached rows."""
 
     weights: int
     kv_row: int
@@ -37,6 +37,10 @@ def _weight_bytes(model: Model, graph: Graph, plan: Plan) -> int:
             if graph.node(node).op is Op.WEIGHT:
                 spec = graph.attrs(node, WeightSpec)
                 nbytes = model.weight_store.nbytes(spec)
-                # Of an embedding only one row is read.
-                total += nbytes // spec.units if graph.node(dispatch.node).op is Op.EMBED else nbytes
+                reader = graph.node(dispatch.node)
+                if reader.op is Op.EMBED:
+                    nbytes //= spec.units  # only one row is read
+                elif spec.experts:
+                    nbytes = nbytes * graph.attrs(reader.id, LinearAttrs).experts_used // spec.experts
+                total += nbytes
     return total
