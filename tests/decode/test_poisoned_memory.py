@@ -32,7 +32,7 @@ def poisoned(request: pytest.FixtureRequest) -> Iterator[Device]:
         assert len(sizes) > 10
 
 
-@pytest.fixture(params=["llama", "phi"], scope="module")
+@pytest.fixture(params=["llama", "phi", "qwen2_moe"], scope="module")
 def model(request: pytest.FixtureRequest, poisoned: Device) -> Iterator[Model]:
     with load(TINY / request.param, device=poisoned) as loaded:
         yield loaded

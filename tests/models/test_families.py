@@ -30,18 +30,22 @@ FAMILIES = (
     "gemma3-text",
     "gpt2",
     "gpt_neox",
+    "gpt_oss",
     "granite",
     "mistral-sliding",
+    "mixtral",
     "olmo2",
     "phi3",
     "phi3-partial",
     "qwen2",
+    "qwen2_moe",
     "qwen3",
+    "qwen3_moe",
     "smollm3",
     "stablelm",
     "starcoder2",
 )
-WINDOWED = ("mistral-sliding", "gemma2", "gemma3-text", "starcoder2", "phi3-partial")
+WINDOWED = ("mistral-sliding", "gemma2", "gemma3-text", "gpt_oss", "starcoder2", "phi3-partial")
 ALL_PATHS = [(name, *path) for name in FAMILIES for path in (PATHS if name in WINDOWED else (PATHS[0], PATHS[2]))]
 
 TinyModels = Callable[..., Model]

@@ -53,6 +53,11 @@ def parsed(name: str, *left_out: str, **changes: Any) -> Any:
         ("gpt2", {"activation_function": "relu"}, "activation_function 'relu'"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         ("cohere", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("qwen2_moe", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("gpt_oss", {"swiglu_limit": 8.0}, "swiglu_limit 8.0 is not supported for gpt_oss; only 7.0"),
+        ("gpt_oss", {"swiglu_alpha": 1.7}, "swiglu_alpha 1.7"),
     ],
 )
 def test_what_would_change_the_result_is_refused_by_name(name: str, changes: dict[str, Any], text: str) -> None:
@@ -74,6 +79,11 @@ def test_what_would_change_the_result_is_refused_by_name(name: str, changes: dic
         ("granite", {"residual_multiplier": "1"}, "residual_multiplier must be a positive number"),
         ("cohere", {"logit_scale": 0}, "logit_scale must be a positive number"),
         ("gpt2", {"n_embd": None}, "hidden_size"),
+        ("mixtral", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but num_local_experts is 4"),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok must be a positive integer"),
+        ("qwen2_moe", {"mlp_only_layers": [0, "1"]}, "mlp_only_layers must be a list of layers"),
+        ("qwen2_moe", {"norm_topk_prob": 1}, "norm_topk_prob must be true or false"),
+        ("gpt_oss", {"sliding_window": None, "layer_types": ["full_attention"]}, "layer_types must list a type"),
     ],
 )
 def test_impossible_values_are_refused_by_name(name: str, changes: dict[str, Any], text: str) -> None:
@@ -119,6 +129,31 @@ def test_smollm3_has_windows_in_its_layers_without_rope() -> None:
     assert parsed("smollm3", "no_rope_layers", no_rope_layer_interval=2).turned == (True, False, True, False)
 
 
+def test_mixtures_have_windows_where_their_families_have_them() -> None:
+    assert parsed("mixtral").window == 0
+    assert parsed("mixtral", sliding_window=8).window == 8
+    used = {"use_sliding_window": True, "sliding_window": 8}
+    assert parsed("qwen2_moe", "layer_types", **used, max_window_layers=1).windows == (0, 8)
+    assert parsed("qwen3_moe", **used, max_window_layers=1).windows == (8, 8)
+    assert parsed("gpt_oss", "layer_types", num_hidden_layers=3).windows == (8, 0, 8)
+
+
+# Which layers have experts
+
+
+def test_layers_without_experts_are_listed_or_counted() -> None:
+    four = {"num_hidden_layers": 4, "layer_types": None}
+    assert parsed("qwen2_moe", **four).routed == (True,) * 4
+    assert parsed("qwen2_moe", **four, decoder_sparse_step=2).routed == (False, True, False, True)
+    assert parsed("qwen3_moe", **four, mlp_only_layers=[0, 3]).routed == (False, True, True, False)
+    assert parsed("qwen3_moe", **four, mlp_only_layers=None).routed == (True,) * 4
+
+
+def test_newer_configs_count_experts_under_another_name() -> None:
+    assert parsed("qwen3_moe").experts.count == 4
+    assert parsed("qwen3_moe", "num_local_experts", num_experts=6).experts.count == 6
+
+
 # What a key that is left out means
 
 
@@ -131,6 +166,9 @@ def test_smollm3_has_windows_in_its_layers_without_rope() -> None:
         ("gemma3-text", "head_dim", 256),
         ("gemma3-text", "query_pre_attn_scalar", 256.0),
         ("qwen3", "head_dim", 128),
+        ("gpt_oss", "head_dim", 64),
+        ("gpt_oss", "attention_bias", True),
+        ("qwen2_moe", "qkv_bias", True),
         ("qwen3", "tie_word_embeddings", False),
         ("gemma2", "tie_word_embeddings", True),
         ("smollm3", "tie_word_embeddings", True),

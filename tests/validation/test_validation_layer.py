@@ -64,9 +64,16 @@ def under_validation(
     return output
 
 
-# Windows, norms that turn heads and add residuals, and positions are not in the first one.
+# Windows, norms that turn heads and add residuals, positions and experts are not in the first one.
 @pytest.mark.parametrize(
-    ("lanes", "name"), [("subgroup", "llama"), ("shared", "llama"), ("subgroup", "gemma3-text"), ("shared", "gpt2")]
+    ("lanes", "name"),
+    [
+        ("subgroup", "llama"),
+        ("shared", "llama"),
+        ("subgroup", "gemma3-text"),
+        ("shared", "gpt2"),
+        ("subgroup", "qwen2_moe"),
+    ],
 )
 def test_nothing_that_is_recorded_draws_a_message(tmp_path: Path, lanes: str, name: str) -> None:
     rungs = ("captured", "held", "rebuild")
@@ -113,6 +120,8 @@ def test_the_layer_sees_the_shared_form_too(tmp_path: Path) -> None:
         ("shared", "reach-decode", "llama"),
         ("shared", "reach-decode", "gemma3-text"),
         ("subgroup", "reach-decode", "gpt2"),
+        ("subgroup", "reach", "gpt_oss"),
+        ("shared", "reach-decode", "qwen2_moe"),
     ],
 )
 def test_no_shader_reaches_past_the_end_of_a_buffer(tmp_path: Path, lanes: str, what: str, name: str) -> None:

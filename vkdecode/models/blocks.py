@@ -64,7 +64,44 @@ def pre_norm_layer(
     scale: float | None = None,
     residual: float = 1.0,
 ) -> NodeId:
-    """A layer of Llama, and of the families that differ from it in a few places.
+    """A layer of Llama, and of the families that differ from it in a few places; `pre_norm_attention`, then an MLP.
+
+    `mlp_bias` says whether the MLP's products have biases.
+    """
+    name = f"model.layers.{layer}"
+    x = pre_norm_attention(
+        b,
+        x,
+        layer,
+        c,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        head_norms=head_norms,
+        rope=rope,
+        window=window,
+        scale=scale,
+        residual=residual,
+    )
+    h = b.rms_norm(x, f"{name}.post_attention_layernorm.weight", c.rms_norm_eps)
+    return b.graph.add(x, b.graph.scale(gated_mlp(b, h, f"{name}.mlp", c, mlp_bias), residual))
+
+
+def pre_norm_attention(
+    b: StepBuilder,
+    x: NodeId,
+    layer: int,
+    c: RmsConfig,
+    *,
+    qkv_bias: bool = False,
+    out_bias: bool = False,
+    head_norms: bool = False,
+    rope: bool = True,
+    window: int = 0,
+    scale: float | None = None,
+    residual: float = 1.0,
+    sinks: bool = False,
+) -> NodeId:
+    """The first half of such a layer: the residual stream with attention added.
 
     Args:
         b: the step under construction.
@@ -73,12 +110,12 @@ def pre_norm_layer(
         c: sizes and the norms' epsilon.
         qkv_bias: whether q, k and v have biases.
         out_bias: whether attention's output has.
-        mlp_bias: whether the MLP's products have.
         head_norms: whether each head of q and k is normalized before it is turned.
         rope: whether they are turned.
         window: how many positions a token sees; 0 for all.
         scale: of the scores; None for 1 / sqrt(head_dim).
         residual: factor of what is added to the residual stream.
+        sinks: whether each head has a sink.
 
     """
     name = f"model.layers.{layer}"
@@ -89,11 +126,10 @@ def pre_norm_layer(
         k = b.head_norm(k, f"{name}.self_attn.k_norm.weight", c.rms_norm_eps)
     if rope:
         q, k = b.rope(q), b.rope(k)
-    a = b.attention(layer, q, k, v, scale=scale, window=window)
+    sink = b.graph.weight(b.tensors.vector(f"{name}.self_attn.sinks", c.num_attention_heads)) if sinks else None
+    a = b.attention(layer, q, k, v, scale=scale, window=window, sinks=sink)
     out = b.linear(a, f"{name}.self_attn.o_proj", c.hidden_size, out_bias)
-    x = b.graph.add(x, b.graph.scale(out, residual))
-    h = b.rms_norm(x, f"{name}.post_attention_layernorm.weight", c.rms_norm_eps)
-    return b.graph.add(x, b.graph.scale(gated_mlp(b, h, f"{name}.mlp", c, mlp_bias), residual))
+    return b.graph.add(x, b.graph.scale(out, residual))
 
 
 def head_logits(b: StepBuilder, x: NodeId, c: RmsConfig, plus_one: bool = False) -> NodeId:

@@ -99,6 +99,10 @@ class StepBuilder:
         shift = self.graph.weight(self.tensors.vector(f"{name}.bias", rows, part)) if bias else None
         return self.graph.linear(x, weight, shift)
 
+    def route(self, logits: NodeId, used: int, normalized: bool) -> NodeId:
+        """The experts that each token takes, from one logit for each; see `RouteAttrs`."""
+        return self.graph.route(logits, self._token_count, used, normalized)
+
     def activation(self, x: NodeId, kind: str) -> NodeId:
         """`silu`, `gelu` or `gelu_tanh` of x."""
         return {"silu": self.graph.silu, "gelu": self.graph.gelu, "gelu_tanh": self.graph.gelu_tanh}[kind](x)

@@ -98,6 +98,42 @@ class TensorTable:
         dtype = dtype_for_matrix(name, info.dtype, columns, self._dtype)
         return WeightSpec((info.name,), (rows,), columns, dtype, picks=_picks(part), transposed=transposed)
 
+    def stack(self, names: Sequence[str], rows: int, columns: int) -> WeightSpec:
+        """The [rows, columns] tensors of as many experts as one constant.
+
+        Raises:
+            ConfigError: like `matrix`.
+            UnsupportedModelError: they are stored as different types.
+
+        """
+        specs = [self.matrix(name, rows, columns) for name in names]
+        kinds = {spec.dtype: name for name, spec in zip(names, specs, strict=True)}
+        if len(kinds) != 1:
+            found = " and ".join(f"{name} as {dtype.value}" for dtype, name in kinds.items())
+            raise UnsupportedModelError(f"{self._where} has {found}; the experts of a layer must be stored alike")
+        held = tuple(name for spec in specs for name in spec.names)
+        return WeightSpec(held, (rows,) * len(specs), columns, specs[0].dtype, experts=len(specs))
+
+    def stacked(self, name: str, experts: int, rows: int, columns: int, part: Part | None = None) -> WeightSpec:
+        """The same of one tensor [experts, columns, rows], or of those of its rows that `part` picks of each expert.
+
+        Raises like `matrix` of a transposed tensor.
+        """
+        info = self._checked(name, (experts, columns, part.of if part else rows))
+        if info.dtype.is_block:
+            raise UnsupportedModelError(f"tensor {name} in {self._where} is transposed and stored as {info.stored_as}")
+        dtype = dtype_for_matrix(name, info.dtype, columns, self._dtype)
+        picks = _picks(part)
+        return WeightSpec(
+            (info.name,), (experts * rows,), columns, dtype, "plain", picks=picks, transposed=True, experts=experts
+        )
+
+    def stacked_vectors(self, name: str, experts: int, size: int, part: Part | None = None) -> WeightSpec:
+        """A tensor [experts, size], or those values of each expert's that `part` picks; raises like `matrix`."""
+        info = self._checked(name, (experts, part.of if part else size))
+        picks = _picks(part)
+        return WeightSpec((info.name,), (experts * size,), 1, DType.F32, vector=True, picks=picks, experts=experts)
+
     def vector(
         self, name: str, size: int, part: Part | None = None, shape: tuple[int, ...] | None = None
     ) -> WeightSpec:

@@ -59,12 +59,13 @@ class TensorView:
         tensor, shape = self.parts[0].tensor, self.shape
         held = _HELD.get(tensor.type)
         rows_stay = not (self._layout.transposed or self._layout.parts > 1)
-        if held is None or (held.is_block and (len(shape) == 1 or not rows_stay)):
+        numbers = len(shape) == 1 or self.name.endswith("bias")  # one bias, or those of all experts
+        if held is None or (held.is_block and (numbers or not rows_stay)):
             if not can_decode(tensor.type, GGML_QUANT_SIZES[tensor.type][1]):
                 raise UnsupportedModelError(
                     f"tensor {tensor.name} in {self.path} is stored as {tensor.type.name}, which cannot be dequantized"
                 )
-            held = DType.F32 if len(shape) == 1 else DType.F16
+            held = DType.F32 if numbers else DType.F16
         if self._layout.plus_one:
             held = DType.F32
         return TensorInfo(self.name, shape, held, tensor.type.name)
