@@ -57,11 +57,13 @@ layout(std430, binding = 9) readonly buffer Offset { uint offset[]; };  // cache
 #else
 layout(std430, binding = 8) readonly buffer Offset { uint offset[]; };
 #endif
-#elif defined(ARM_BOUNDED)
-layout(push_constant) uniform Push {
-    uint attended_len;
-};
 #endif
+layout(push_constant) uniform Push {
+    uint sinks_first;  // where they begin in their buffer, in units of 16 bytes
+#if defined(ARM_BOUNDED) && !defined(OFFSET_BUFFER)
+    uint attended_len;
+#endif
+};
 
 const float MASKED = -3.0e38;
 const uint QUERY_TOKENS = QUERIES / QUERY_HEADS;
@@ -263,7 +265,7 @@ void main() {
 #endif
     Running state;
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
-        state.highest[i] = HAS_SINKS != 0 ? sinks[query_head(i)] : MASKED;
+        state.highest[i] = HAS_SINKS != 0 ? sinks[4 * sinks_first + query_head(i)] : MASKED;
         state.total[i] = HAS_SINKS != 0 && LANE == 0 ? 1.0 : 0.0;
         [[unroll]] for (uint w = 0; w < WORDS; ++w) state.value[i * WORDS + w] = vec4(0.0);
     }

@@ -23,11 +23,15 @@ layout(std430, binding = 2) writeonly buffer Y { float y[]; };
 layout(std430, binding = 3) readonly buffer Others { float others[]; };
 #endif
 
+layout(push_constant) uniform Push {
+    uint weight_first;  // where the weight begins in its buffer, in units of 16 bytes
+};
+
 uint row_tile;
 
 // Of a block's rows only this one is wanted.
 uvec4 load_words(uint at) {
-    return uvec4(weight[4 * at + row_tile], 0, 0, 0);
+    return uvec4(weight[4 * (weight_first + at) + row_tile], 0, 0, 0);
 }
 
 #include "weights.glsl"

@@ -54,8 +54,16 @@ layout(std430, binding = NEXT_BINDING) readonly buffer TokenCount { uint token_c
 layout(std430, binding = NEXT_BINDING) readonly buffer Route { uint route[]; };  // see route.comp
 #endif
 
+// Where this dispatch's part of a buffer of several weights begins, in units of 16 bytes.
+layout(push_constant) uniform Push {
+    uint weight_first;
+    uint bias_first;
+    uint norm_weight_first;
+    uint norm_bias_first;
+};
+
 uvec4 load_words(uint at) {
-    return weight[at];
+    return weight[weight_first + at];
 }
 
 #include "weights.glsl"
@@ -71,13 +79,13 @@ vec4 load_x(uint first_token, uint t, uint word, vec4 norm) {
     vec4 values = x[(first_token + t) * (COLUMNS / 4) + word];
     if (NORM == 2) values = (values - norm_mean[t]) * norm_scale[t];
     if (NORM != 0) values *= norm;
-    if (NORM == 2 && HAS_NORM_BIAS != 0) values += norm_bias[word];
+    if (NORM == 2 && HAS_NORM_BIAS != 0) values += norm_bias[norm_bias_first + word];
     return values;
 }
 
 vec4 load_norm(uint word) {
     if (NORM == 0 || (COLUMNS % PACK != 0 && word >= COLUMNS / 4)) return vec4(1.0);
-    return norm_weight[word];
+    return norm_weight[norm_weight_first + word];
 }
 
 // RMS norm: 1 / sqrt(mean(x^2) + epsilon), applied to the finished sums; Zhang and Sennrich 2019. Layer norm: the mean too, in two
@@ -306,6 +314,6 @@ void main() {
 #ifdef LANES_SHARED
         if (LANE < TILE)
 #endif
-        store_block(block * ROW_TILES, lane, first_token, first_block * ROW_TILES * TILE, sums);
+        store_block(block * ROW_TILES, lane, first_token, 4 * bias_first + first_block * ROW_TILES * TILE, sums);
     }
 }

@@ -29,10 +29,18 @@ layout(std430, binding = 5) readonly buffer RopeSin { float rope_sin[]; };
 layout(std430, binding = 6) readonly buffer Bias { float bias[]; };
 #endif
 
-float normalized(uint start, uint weights, uint column, float mean, float scale) {
-    float value = (x[start + column] - mean) * scale * weight[weights + column];
+// Where this dispatch's part of a buffer of several weights begins, in units of 16 bytes.
+layout(push_constant) uniform Push {
+    uint weight_first;
 #ifdef NORM_LAYER
-    if (HAS_NORM_BIAS != 0) value += bias[weights + column];
+    uint bias_first;
+#endif
+};
+
+float normalized(uint start, uint weights, uint column, float mean, float scale) {
+    float value = (x[start + column] - mean) * scale * weight[4 * weight_first + weights + column];
+#ifdef NORM_LAYER
+    if (HAS_NORM_BIAS != 0) value += bias[4 * bias_first + weights + column];
 #endif
     return value;
 }

@@ -97,7 +97,7 @@ def test_loading(older: OlderSession) -> None:
     def action() -> None:
         load(TINY / "phi", device=older.model.device).close()
 
-    assert fail_at_every_call(older, action) > 20
+    assert fail_at_every_call(older, action) > 8  # a buffer for each shape of weights, and one to upload through
 
 
 def test_a_cache(older: OlderSession) -> None:

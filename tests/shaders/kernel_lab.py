@@ -140,9 +140,12 @@ class Trial:
         self.kernel = registry().get(name, **axes_of(key))
         assert {binding.name for binding in self.kernel.bindings} == set(buffers), key
         shared: dict[int, Storage] = {}
-        for values in buffers.values():
+        # What may be a part of a buffer begins somewhere in it, behind words that must not count.
+        alone = [name for name, values in buffers.items() if sum(one is values for one in buffers.values()) == 1]
+        self._first = {name: 3 + at for at, name in enumerate(alone) if f"{name}_first" in self.kernel.push}
+        for name, values in buffers.items():
             if id(values) not in shared:
-                nbytes = values.nbytes + 4 * GUARD_WORDS
+                nbytes = 16 * self._first.get(name, 0) + values.nbytes + 4 * GUARD_WORDS
                 shared[id(values)] = device().allocate(nbytes, DType.U32, StorageKind.STAGED)
         self._storages = tuple(shared.values())
         self._contents = dict(buffers)
@@ -156,13 +159,14 @@ class Trial:
         self._contents.update(changed)
         for name, storage in self._bound.items():
             values = words_of(self._contents[name])
-            assert values.nbytes + 4 * GUARD_WORDS <= storage.nbytes, name
+            start = 4 * self._first.get(name, 0)
+            assert 4 * start + values.nbytes + 4 * GUARD_WORDS <= storage.nbytes, name
             storage.data.view(np.uint32)[:] = self._unset[name]
-            storage.data.view(np.uint32)[: values.size] = values
+            storage.data.view(np.uint32)[start : start + values.size] = values
         written = [binding.name for binding in self.kernel.bindings if binding.access != "read"]
         steps: list[Step] = [
             Upload(self._storages),
-            Run(self._algorithm, push or {}),
+            Run(self._algorithm, {**{f"{name}_first": first for name, first in self._first.items()}, **(push or {})}),
             Sync(tuple(self._bound[name] for name in written)),
         ]
         Recording(device(), steps).submit()

@@ -6,7 +6,7 @@ from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
 from vkdecode.gpu.lanes import ROW_TILES, Lanes, choose_lanes, shared_lanes, subgroup_lanes
 from vkdecode.gpu.limits import check_buffer, check_dispatch, largest_buffer, storage_bytes
-from vkdecode.gpu.recorder import Algorithm, Recording, Run, Step, Sync, Upload
+from vkdecode.gpu.recorder import Algorithm, Recording, Run, Step, Sync, Upload, first_units
 from vkdecode.gpu.self_check import SelfCheck, run_self_check
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
 from vkdecode.gpu.transfer import Uploader, read_words
@@ -38,6 +38,7 @@ __all__ = [
     "choose_lanes",
     "copy_seconds",
     "find_device",
+    "first_units",
     "largest_buffer",
     "list_devices",
     "open_device",

@@ -12,13 +12,15 @@ from vkdecode.errors import DeviceError, ShaderError
 from vkdecode.gpu.kernels import Kernel
 from vkdecode.gpu.vulkan_info import DeviceInfo
 
-_GRANULE = 16
+UNIT_BYTES = 16
+"""Sizes of storages, and where a part of one begins, are multiples of this: a `vec4`."""
+
 _KOMPUTE_BUFFER_BYTES = (1 << 32) - 1
 
 
 def storage_bytes(nbytes: int) -> int:
     """Bytes that a storage of this size really has: a multiple of 16."""
-    return -(-nbytes // _GRANULE) * _GRANULE
+    return -(-nbytes // UNIT_BYTES) * UNIT_BYTES
 
 
 def buffer_limits(info: DeviceInfo) -> dict[str, int]:
@@ -32,7 +34,7 @@ def buffer_limits(info: DeviceInfo) -> dict[str, int]:
 
 def largest_buffer(info: DeviceInfo) -> int:
     """Bytes that one storage buffer may have, by every limit."""
-    return min(buffer_limits(info).values()) // _GRANULE * _GRANULE
+    return min(buffer_limits(info).values()) // UNIT_BYTES * UNIT_BYTES
 
 
 def check_buffer(info: DeviceInfo, nbytes: int, what: str = "a buffer") -> None:

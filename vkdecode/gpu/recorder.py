@@ -18,7 +18,7 @@ import numpy as np
 from vkdecode.errors import ClosedError, DeviceError, ShaderError
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Kernel
-from vkdecode.gpu.limits import check_dispatch
+from vkdecode.gpu.limits import UNIT_BYTES, check_dispatch
 from vkdecode.gpu.storage import Storage, StorageKind
 
 
@@ -73,9 +73,10 @@ class Algorithm:
         workgroups: tuple[int, int, int],
     ) -> None:
         _check_storages(device, kernel, storages)
-        check_dispatch(device.info, kernel, spec, workgroups, [storage.nbytes for storage in storages])
+        check_dispatch(device.info, kernel, spec, workgroups, [storage.whole.nbytes for storage in storages])
         self.kernel = kernel
-        self.storages = tuple(storages)
+        self.storages = tuple(storage.whole for storage in storages)
+        self._first = first_units(kernel, storages)
         kp = device.kp
         self._push_size = len(kernel.push)
         try:
@@ -91,11 +92,31 @@ class Algorithm:
         self._kp = kp
 
     def operation(self, push: Mapping[str, int]) -> Any:
-        """The Kompute operation that dispatches this algorithm with these push constants."""
-        values = self.kernel.push_values(push)
+        """The Kompute operation that dispatches this algorithm with these push constants.
+
+        Where its storages begin may be left out.
+        """
+        values = self.kernel.push_values({**self._first, **push})
         if not self._push_size:
             return self._kp.OpAlgoDispatch(self.handle)
         return self._kp.OpAlgoDispatch(self.handle, values)
+
+
+def first_units(kernel: Kernel, storages: Sequence[Storage]) -> dict[str, int]:
+    """The push constants that say where bound parts begin: `<binding>_first`, in units of 16 bytes.
+
+    Raises:
+        ShaderError: a part is bound to a kernel that would read from the start of its buffer.
+
+    """
+    first = {}
+    for binding, storage in zip(kernel.bindings, storages, strict=False):
+        name = f"{binding.name}_first"
+        if name in kernel.push:
+            first[name] = storage.first_byte // UNIT_BYTES
+        elif storage.first_byte:
+            raise ShaderError(f"kernel '{kernel.key}' cannot bind a part of a buffer as '{binding.name}': {storage!r}")
+    return first
 
 
 def _check_storages(device: Device, kernel: Kernel, storages: Sequence[Storage]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import ClosedError, InvalidInputError
+from vkdecode.gpu.limits import UNIT_BYTES, storage_bytes
 from vkdecode.weights.dtypes import DType
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class Storage:
         encoding: how the elements are arranged, e.g. `plain` or `tiles8`.
         nbytes: byte extent of the device buffer.
         location: where it lives, or None for a tensor that was handed in from outside.
-        bundled: whether it shares its allocation with other storages (none of this package's do).
+        bundled: whether it shares its allocation with other storages.
+        first_byte: where it begins in `whole`.
 
     """
 
@@ -66,6 +68,8 @@ class Storage:
     ) -> None:
         self._tensor = tensor
         self._device = device
+        self._whole: Storage | None = None  # not itself: a cycle would keep memory until a collection
+        self.first_byte = 0
         self.dtype = dtype
         self.nbytes = nbytes
         self.kind = kind
@@ -82,6 +86,33 @@ class Storage:
         )
 
     @property
+    def whole(self) -> Storage:
+        """The storage that it is a part of, or itself."""
+        return self if self._whole is None else self._whole
+
+    def part(self, first_byte: int, nbytes: int) -> Storage:
+        """A part of device-only memory, which stays allocated as long as a part of it is in use.
+
+        Args:
+            first_byte: where the part begins, a multiple of 16.
+            nbytes: its size, rounded up to 16 bytes.
+
+        Raises:
+            InvalidInputError: the part does not lie in whole units inside of this storage, or the host can see it.
+
+        """
+        nbytes = storage_bytes(nbytes)
+        if self.kind is not StorageKind.DEVICE or self._whole is not None:
+            raise InvalidInputError(f"{self!r} is not whole device-only memory, so it has no parts")
+        if first_byte % UNIT_BYTES or not 0 <= first_byte <= self.nbytes - nbytes:
+            raise InvalidInputError(f"{nbytes} bytes from byte {first_byte} on are not whole units of {self!r}")
+        part = Storage(self._tensor, None, self.dtype, nbytes, self.kind, self.encoding, bundled=True)
+        part._device = self._device
+        part._whole = self
+        part.first_byte = first_byte
+        return part
+
+    @property
     def device(self) -> Device | None:
         """The opened device that it was allocated on, or None for a tensor that was handed in from outside."""
         return self._device
@@ -94,6 +125,8 @@ class Storage:
     @property
     def closed(self) -> bool:
         """Whether the memory has been given back."""
+        if self._whole is not None and self._whole.closed:
+            return True
         return self._tensor is None or (self._device is not None and self._device.closed)
 
     @property

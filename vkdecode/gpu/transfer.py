@@ -47,10 +47,10 @@ class Uploader:
             self._copy(target, start_byte // 4 + first, piece.size)
 
     def _copy(self, target: Storage, start_word: int, count: int) -> None:
-        if self._target is not target or self._algorithm is None:
-            self._algorithm = copy_algorithm(self._device, self._host, target, self._host.nbytes // 4)
-            self._target = target
-        push = {"source_start": 0, "target_start": start_word, "count": count}
+        if self._target is not target.whole or self._algorithm is None:
+            self._algorithm = copy_algorithm(self._device, self._host, target.whole, self._host.nbytes // 4)
+            self._target = target.whole
+        push = {"source_start": 0, "target_start": target.first_byte // 4 + start_word, "count": count}
         Recording(self._device, [Run(self._algorithm, push)]).submit()
 
     def close(self) -> None:
@@ -64,11 +64,11 @@ def read_words(device: Device, source: Storage, chunk_bytes: int = _CHUNK_BYTES)
     total = source.nbytes // 4
     step = min(chunk_bytes // 4, device.largest_buffer_bytes // 4, total)
     staging = device.allocate(4 * step, DType.U32, StorageKind.STAGED)
-    algorithm = copy_algorithm(device, source, staging, step)
+    algorithm = copy_algorithm(device, source.whole, staging, step)
     result = np.empty(total, np.uint32)
     for first in range(0, total, step):
         count = min(step, total - first)
-        push = {"source_start": first, "target_start": 0, "count": count}
+        push = {"source_start": source.first_byte // 4 + first, "target_start": 0, "count": count}
         Recording(device, [Run(algorithm, push), Sync((staging,))]).submit()
         result[first : first + count] = staging.data[:count]
     staging.close()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import DeviceLostError
-from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, Storage, StorageKind, Sync, Upload
+from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, Storage, StorageKind, Sync, Upload, first_units
 from vkdecode.graph import NodeId, SymEnv
 from vkdecode.runtime.plan import Dispatch, Plan, steps_for
 from vkdecode.weights.dtypes import DType
@@ -46,6 +46,9 @@ class StorageCache:
 class Executable:
     """A plan with its storages and algorithms.
 
+    Making an algorithm is nearly all that a plan costs. So dispatches that differ only in where their weights lie in
+    one buffer, as those of a prompt's layers do, share one, and where that is comes with the dispatch.
+
     Args:
         device: where it runs.
         plan: what runs.
@@ -66,8 +69,7 @@ class Executable:
         try:
             for size in plan.slot_bytes:
                 self._slots.append(device.allocate(size, DType.F32, StorageKind.STAGED))
-            for dispatch in plan.dispatches:
-                self._algorithms.append(self._algorithm(dispatch))
+            self._algorithms = list(self._make(range(len(plan.dispatches))).values())
         except BaseException:
             self.close()
             raise
@@ -86,11 +88,11 @@ class Executable:
         before = self._constants
         self._constants = {**before, **storages}
         try:
-            remade = {
-                index: self._algorithm(dispatch)
+            remade = self._make(
+                index
                 for index, dispatch in enumerate(self.plan.dispatches)
                 if any(node in storages for node in dispatch.bindings)
-            }
+            )
         except BaseException:
             self._constants = before
             raise
@@ -162,9 +164,23 @@ class Executable:
         self._slots.clear()
 
     def _run(self, index: int, env: SymEnv) -> Run:
-        push = {name: env.resolve(value) for name, value in self.plan.dispatches[index].push.items()}
-        return Run(self._algorithms[index], push)
+        dispatch = self.plan.dispatches[index]
+        push = {name: env.resolve(value) for name, value in dispatch.push.items()}
+        return Run(self._algorithms[index], push | first_units(dispatch.kernel, self._bound(dispatch)))
 
-    def _algorithm(self, dispatch: Dispatch) -> Algorithm:
-        storages = [self.storage(node) for node in dispatch.bindings]
-        return Algorithm(self._device, dispatch.kernel, storages, dispatch.spec, dispatch.workgroups)
+    def _bound(self, dispatch: Dispatch) -> list[Storage]:
+        return [self.storage(node) for node in dispatch.bindings]
+
+    def _make(self, indices: Iterable[int]) -> dict[int, Algorithm]:
+        """Algorithms for these dispatches, one for all that are alike."""
+        made: dict[tuple[object, ...], Algorithm] = {}
+        by_index = {}
+        for index in indices:
+            dispatch = self.plan.dispatches[index]
+            storages = self._bound(dispatch)
+            wholes = tuple(storage.whole for storage in storages)
+            key = (dispatch.kernel.key, wholes, tuple(dispatch.spec.items()), dispatch.workgroups)
+            if key not in made:
+                made[key] = Algorithm(self._device, dispatch.kernel, storages, dispatch.spec, dispatch.workgroups)
+            by_index[index] = made[key]
+        return by_index

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import ClosedError, OutOfDeviceMemoryError
-from vkdecode.gpu import Device, Lanes, Storage, Uploader
+from vkdecode.gpu import Device, Lanes, Storage, StorageKind, Uploader, storage_bytes
 from vkdecode.graph import RowPick, WeightSpec
 from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, row_slots, weight_bytes
 from vkdecode.weights import DType, WeightSource
@@ -16,10 +16,14 @@ from vkdecode.weights.recode import recode_rows
 
 Progress = Callable[[int, int], None]
 _PIECE_BYTES = 8 << 20
+# A buffer of several weights is no larger, so that a fragmented device still has room for it.
+_MOST_BYTES_TOGETHER = 256 << 20
 
 
 class WeightStore:
     """Uploads weight constants on first use and serves the same storage from then on.
+
+    Weights of one shape lie together in a buffer, layer after layer: plans bind it once for all of them.
 
     Args:
         device: where the weights live.
@@ -48,20 +52,26 @@ class WeightStore:
         done = 0
         source = self._open_source()
         uploader = Uploader(self.device)
+        made: list[Storage] = []
+        loaded: dict[WeightSpec, Storage] = {}
         try:
+            for group in self._groups(wanted):
+                each = storage_bytes(self.nbytes(group[0]))
+                made.append(self.device.allocate(each * len(group), *self._kind(group[0])))
+                loaded |= {spec: made[-1].part(number * each, each) for number, spec in enumerate(group)}
             for spec in wanted:
-                self._storages[spec] = self._upload(spec, source, uploader)
+                self._fill(loaded[spec], spec, source, uploader)
                 done += self.nbytes(spec)
                 if progress is not None:
                     progress(done, total)
         except BaseException:
-            for spec in wanted:
-                if spec in self._storages:
-                    self._storages.pop(spec).close()
+            for storage in made:
+                storage.close()
             raise
         finally:
             uploader.close()
             source.close()
+        self._storages |= loaded
 
     def get(self, spec: WeightSpec) -> Storage:
         """The storage of a constant, uploaded now if it has not been.
@@ -94,27 +104,38 @@ class WeightStore:
                 "use a smaller model or one stored at fewer bits"
             )
 
-    def _upload(self, spec: WeightSpec, source: WeightSource, uploader: Uploader) -> Storage:
-        slots = row_slots(spec, self.lanes.tile, self.lanes.block_rows)
+    def _kind(self, spec: WeightSpec) -> tuple[DType, StorageKind, str]:
         encoding = "plain" if spec.vector else f"tiles{self.lanes.tile}"
-        storage = self.device.allocate(self.nbytes(spec), DType.F32 if spec.vector else spec.dtype, encoding=encoding)
-        try:
-            if spec.vector:
-                values = _gather(source, spec, slots).reshape(-1)
-                uploader.write(storage, 0, values.astype(np.float32) + 1 if spec.plus_one else values)
-                return storage
-            row_bytes = packed_bytes(spec, 1)
-            block = self.lanes.block_rows
-            step = max(_PIECE_BYTES // (row_bytes * block), 1) * block
-            if spec.transposed:
-                step = slots.size // (spec.experts or 1)  # each piece would read the whole matrix
-            for first in range(0, slots.size, step):
-                rows = _gather(source, spec, slots[first : first + step])
-                uploader.write(storage, first * row_bytes, pack_rows(rows, spec.dtype, self.lanes.tile))
-        except BaseException:
-            storage.close()
-            raise
-        return storage
+        return DType.F32 if spec.vector else spec.dtype, StorageKind.DEVICE, encoding
+
+    def _groups(self, specs: Iterable[WeightSpec]) -> list[list[WeightSpec]]:
+        """Weights that lie together: of one kind and size, as many as a buffer holds."""
+        most = min(self.device.largest_buffer_bytes, _MOST_BYTES_TOGETHER)
+        groups: list[list[WeightSpec]] = []
+        filling: dict[tuple[object, ...], list[WeightSpec]] = {}
+        for spec in specs:
+            each = storage_bytes(self.nbytes(spec))
+            key = (*self._kind(spec), spec.columns, each)
+            if key not in filling or (len(filling[key]) + 1) * each > most:
+                filling[key] = []
+                groups.append(filling[key])
+            filling[key].append(spec)
+        return groups
+
+    def _fill(self, storage: Storage, spec: WeightSpec, source: WeightSource, uploader: Uploader) -> None:
+        slots = row_slots(spec, self.lanes.tile, self.lanes.block_rows)
+        if spec.vector:
+            values = _gather(source, spec, slots).reshape(-1)
+            uploader.write(storage, 0, values.astype(np.float32) + 1 if spec.plus_one else values)
+            return
+        row_bytes = packed_bytes(spec, 1)
+        block = self.lanes.block_rows
+        step = max(_PIECE_BYTES // (row_bytes * block), 1) * block
+        if spec.transposed:
+            step = slots.size // (spec.experts or 1)  # each piece would read the whole matrix
+        for first in range(0, slots.size, step):
+            rows = _gather(source, spec, slots[first : first + step])
+            uploader.write(storage, first * row_bytes, pack_rows(rows, spec.dtype, self.lanes.tile))
 
 
 def _gather(source: WeightSource, spec: WeightSpec, slots: NDArray[np.int64]) -> NDArray[np.generic]:

@@ -1,0 +1,108 @@
+"""Parts of a storage: what they hold, how far they reach, and how long the whole stays allocated."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+
+from vkdecode.errors import ClosedError, InvalidInputError, ShaderError
+from vkdecode.gpu import Algorithm, Device, Recording, Run, Storage, StorageKind, Sync, Uploader, read_words, registry
+from vkdecode.weights.dtypes import DType
+
+
+@pytest.fixture
+def whole(device: Device) -> Storage:
+    """Three units of device-only memory: 1, 2 and 3 in all their words."""
+    storage = device.allocate(48, DType.F32)
+    uploader = Uploader(device)
+    uploader.write(storage, 0, np.repeat(np.arange(1, 4, dtype=np.uint32), 4))
+    uploader.close()
+    return storage
+
+
+def test_a_part_is_read_and_written_from_where_it_begins(device: Device, whole: Storage) -> None:
+    part = whole.part(16, 16)
+    assert read_words(device, part).tolist() == [2] * 4
+    uploader = Uploader(device)
+    uploader.write(part, 8, np.array([7], np.uint32))
+    uploader.close()
+    assert read_words(device, whole).tolist() == [1] * 4 + [2, 2, 7, 2] + [3] * 4
+
+
+def test_a_piece_behind_the_end_of_a_part_is_refused(device: Device, whole: Storage) -> None:
+    uploader = Uploader(device)
+    with pytest.raises(InvalidInputError, match="do not fit a storage of 16 bytes"):
+        uploader.write(whole.part(0, 16), 12, np.zeros(2, np.uint32))
+    uploader.close()
+
+
+def test_a_part_says_that_it_is_one(device: Device, whole: Storage) -> None:
+    part = whole.part(32, 4)
+    assert part.bundled
+    assert not whole.bundled
+    assert (part.whole, part.first_byte, part.nbytes) == (whole, 32, 16)
+    assert (part.dtype, part.encoding, part.location, part.device) == (DType.F32, "plain", device.location, device)
+
+
+@pytest.mark.parametrize(("first", "nbytes"), [(8, 16), (-16, 16), (32, 17), (48, 16)])
+def test_what_is_no_part_is_refused(whole: Storage, first: int, nbytes: int) -> None:
+    with pytest.raises(InvalidInputError, match="not whole units"):
+        whole.part(first, nbytes)
+
+
+def test_only_whole_device_memory_has_parts(device: Device, whole: Storage) -> None:
+    for storage in (whole.part(0, 32), device.allocate(32, DType.F32, StorageKind.STAGED)):
+        with pytest.raises(InvalidInputError, match="has no parts"):
+            storage.part(0, 16)
+
+
+def test_the_memory_is_given_back_with_the_last_part(device: Device) -> None:
+    gc.collect()
+    before = device.allocated_bytes
+    first, second = _two_parts(device)
+    del first
+    assert device.allocated_bytes == before + 64
+    del second  # at once, not when a collection comes
+    assert device.allocated_bytes == before
+
+
+def _two_parts(device: Device) -> tuple[Storage, Storage]:
+    whole = device.allocate(64, DType.F32)
+    return whole.part(0, 32), whole.part(32, 32)
+
+
+def test_closing_the_whole_closes_its_parts(whole: Storage) -> None:
+    part = whole.part(0, 16)
+    part.close()
+    assert not whole.closed
+    other = whole.part(16, 16)
+    whole.close()
+    with pytest.raises(ClosedError):
+        _ = other.tensor
+
+
+def test_kernels_read_a_part_from_where_it_begins(device: Device, whole: Storage) -> None:
+    ids = device.allocate(4, DType.U32, StorageKind.HOST)
+    out = device.allocate(16, DType.F32, StorageKind.STAGED)
+    weights = device.allocate(2 * 32 * 4 * 4, DType.F32)
+    uploader = Uploader(device)
+    uploader.write(weights, 0, np.arange(256, dtype=np.float32))
+    uploader.close()
+    ids.write(np.zeros(1, np.uint32))
+    spec = {"WORKGROUP": 32, "TILE": 1, "COLUMNS": 4}
+    kernel = registry().get("embed", DTYPE="f32", PART=0)
+    for first in (0, 512):
+        algorithm = Algorithm(device, kernel, [weights.part(first, 512), ids, out], spec, (1, 1, 1))
+        Recording(device, [Run(algorithm), Sync((out,))]).submit()
+        # Four rows lie side by side, so the first row's words are four apart.
+        assert out.data.tolist() == [first / 4 + 4 * column for column in range(4)]
+
+
+def test_a_kernel_that_knows_no_parts_refuses_one(device: Device, whole: Storage) -> None:
+    kernel = registry().get("copy_words")
+    target = device.allocate(16, DType.F32)
+    Algorithm(device, kernel, [whole.part(0, 16), target], {"WORKGROUP": 64}, (1, 1, 1))
+    with pytest.raises(ShaderError, match="cannot bind a part"):
+        Algorithm(device, kernel, [whole.part(16, 16), target], {"WORKGROUP": 64}, (1, 1, 1))

@@ -1,0 +1,66 @@
+"""Weights of one shape lie in one buffer, and the dispatches of a prompt's layers share their algorithms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import TINY, TinyModels
+
+from vkdecode.decode import DecodeSession
+from vkdecode.gpu import Algorithm, Device, Kernel
+from vkdecode.loading import load
+from vkdecode.runtime import InferenceContext
+
+IDS = [3, 5, 7, 11, 13]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3-text", "gpt_oss"])
+def test_where_weights_lie_changes_no_logit(
+    name: str, tiny_models: TinyModels, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = tiny_models(name, device)
+    buffers = {together.weight_store.get(spec).whole for spec in together.weight_specs()}
+    assert len(buffers) < len(together.weight_specs())
+    monkeypatch.setattr("vkdecode.runtime.weight_store._MOST_BYTES_TOGETHER", 0)
+    before = device.allocated_bytes
+    with load(TINY / name, device=device) as apart, InferenceContext(device) as context:
+        assert len({apart.weight_store.get(spec).whole for spec in apart.weight_specs()}) == len(apart.weight_specs())
+        assert device.allocated_bytes - before == sum(buffer.nbytes for buffer in buffers)
+        for model in (together, apart):
+            kv = model.new_kv_cache(16)
+            logits = [model.forward_with_kv_context_persistent(ids, kv, context) for ids in (IDS, [17])]
+            kv.close()
+            if model is together:
+                expected = logits
+        np.testing.assert_array_equal(logits, expected)
+
+
+def test_dispatches_that_differ_only_in_their_weights_share_an_algorithm(
+    tiny_models: TinyModels, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    class Counted(Algorithm):
+        def __init__(self, device: Device, kernel: Kernel, *args: Any) -> None:
+            super().__init__(device, kernel, *args)
+            made.append(kernel.key)
+
+    monkeypatch.setattr("vkdecode.runtime.executable.Algorithm", Counted)
+    model = tiny_models("gemma3-text", device)
+    layers = model.config.num_hidden_layers
+    kv = model.new_kv_cache(16)
+    with InferenceContext(device) as context:
+        model.prepare(kv, context, len(IDS))
+        attention = [key for key in made if key.startswith("attention")]
+        assert len(attention) == layers  # each layer has rows of its own
+        assert len(made) - layers < model_dispatches(context) - layers
+    kv.close()
+
+
+def model_dispatches(context: InferenceContext) -> int:
+    """Dispatches of the only plan that a context holds beside its decode session."""
+    (session,) = context.held.values()
+    assert isinstance(session, DecodeSession)
+    return len(session.executable.plan.dispatches)
