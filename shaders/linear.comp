@@ -186,7 +186,7 @@ uint staged_at;
 
 void add_chunk(uint block, uint chunk, uint lane, inout vec4 sums[TOKENS]) {
     Chunk held = load_chunk(block, chunk, lane);
-    [[dont_unroll]] for (uint j = 0; j < 4; ++j) {
+    [[unroll]] for (uint j = 0; j < 4; ++j) {
         // All weights first: then the sums of one token at a time are live, not those of all.
         vec4 weights[PACK / 4];
         [[unroll]] for (uint l = 0; l < PACK / 4; ++l) weights[l] = weight_at(held, l, j);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from vkdecode.decode import KvGeometry, StepGraph, StepOptions
 from vkdecode.gpu import DeviceLocation, Lanes
-from vkdecode.graph import FUSIONS, Graph, OptimizedGraph, optimize_graph, splice_host_copy
+from vkdecode.graph import FUSIONS, Graph, Op, OptimizedGraph, optimize_graph, splice_host_copy
 from vkdecode.models.llama import build_step, parse_config, rope
 from vkdecode.models.tensors import TensorTable
 from vkdecode.runtime import Plan, lower
@@ -72,14 +72,14 @@ def planned(
     options: StepOptions | None = None,
     lanes: str = "subgroup",
     fused: bool = True,
-    per_segment: int = 0,
+    cut_after: Collection[Op] = (),
 ) -> tuple[Graph, OptimizedGraph, Plan]:
     """The optimized graph of a step and its plan, as an `InferenceContext` makes them."""
     step = step_graph(name, options)
     target = splice_host_copy(step.graph, step.logits)
     fusions = FUSIONS if fused else ()
     optimized = optimize_graph(step.graph, (target, *step.effects), LOCATION, fusions=fusions)
-    return step.graph, optimized, lower(step.graph, optimized, LANES[lanes], per_segment)
+    return step.graph, optimized, lower(step.graph, optimized, LANES[lanes], cut_after)
 
 
 def changed_copy(

@@ -157,13 +157,13 @@ def test_a_failing_pass_leaves_the_feed_as_it_was() -> None:
 
 
 def plan_with_candidates(
-    kv_offset: str, arm: str, lanes: str, fused: bool, seq: int = 1, per_segment: int = 0
+    kv_offset: str, arm: str, lanes: str, fused: bool, seq: int = 1, cut_after: tuple[Op, ...] = ()
 ) -> tuple[Graph, Any, Plan]:
     options = StepOptions(seq, "last", kv_offset, arm)
     step = with_candidates(step_graph("llama", options), options)
     roots = (splice_host_copy(step.graph, step.logits), *step.effects, *host_copies(step))
     optimized = optimize_graph(step.graph, roots, LOCATION, fusions=FUSIONS if fused else ())
-    return step.graph, step, lower(step.graph, optimized, LANES[lanes], per_segment)
+    return step.graph, step, lower(step.graph, optimized, LANES[lanes], cut_after)
 
 
 @pytest.mark.parametrize("logits", ["all", "none"])
@@ -186,14 +186,14 @@ def test_the_shortest_list_that_suffices_is_chosen() -> None:
     assert candidates_node(step, MOST_CANDIDATES + 1) is None
 
 
-@pytest.mark.parametrize(("seq", "per_segment"), [(1, 0), (16, 0), (16, 10), (16, 3)])
+@pytest.mark.parametrize(("seq", "cut_after"), [(1, ()), (16, ()), (16, (Op.ATTENTION,)), (16, (Op.LINEAR,))])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
 def test_each_recording_is_ordered_and_holds_what_it_needs(
-    kv_offset: str, arm: str, lanes: str, fused: bool, seq: int, per_segment: int
+    kv_offset: str, arm: str, lanes: str, fused: bool, seq: int, cut_after: tuple[Op, ...]
 ) -> None:
-    graph, step, plan = plan_with_candidates(kv_offset, arm, lanes, fused, seq, per_segment)
+    graph, step, plan = plan_with_candidates(kv_offset, arm, lanes, fused, seq, cut_after)
     kernels = {}
     for wanted in (step.logits, *step.candidates):
         out = left_out(step, wanted)

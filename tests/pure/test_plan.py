@@ -18,23 +18,24 @@ from vkdecode.runtime import Plan, buffer_of, check_topology, lower
 LAYERS = 2
 STEPS = {"decode": (1, "last"), "prompt": (16, "last"), "all": (16, "all"), "chunk": (64, "none")}
 CASES = [
-    (kind, *path, lanes, fused, per_segment)
+    (kind, *path, lanes, fused, cut_after)
     for kind in STEPS
     for path in PATHS
     for lanes in LANES
     for fused in (True, False)
-    for per_segment in ((0,) if kind == "decode" else (0, 10, 3))
+    for cut_after in (((),) if kind == "decode" else ((), (Op.ATTENTION,), (Op.LINEAR,)))
 ]
+Cuts = tuple[Op, ...]
 _plans: dict[tuple[object, ...], tuple[Graph, Plan]] = {}
 
 
 def plan_of(
-    kind: str, kv_offset: str, arm: str, lanes: str = "subgroup", fused: bool = True, per_segment: int = 0
+    kind: str, kv_offset: str, arm: str, lanes: str = "subgroup", fused: bool = True, cut_after: Cuts = ()
 ) -> tuple[Graph, Plan]:
-    key = (kind, kv_offset, arm, lanes, fused, per_segment)
+    key = (kind, kv_offset, arm, lanes, fused, cut_after)
     if key not in _plans:
         seq, logits = STEPS[kind]
-        graph, _, plan = planned("llama", StepOptions(seq, logits, kv_offset, arm), lanes, fused, per_segment)
+        graph, _, plan = planned("llama", StepOptions(seq, logits, kv_offset, arm), lanes, fused, cut_after)
         _plans[key] = graph, plan
     return _plans[key]
 
@@ -107,11 +108,11 @@ def test_a_prompts_plan_computes_the_logits_that_are_wanted() -> None:
 # Order
 
 
-@pytest.mark.parametrize(("kind", "kv_offset", "arm", "lanes", "fused", "per_segment"), CASES)
+@pytest.mark.parametrize(("kind", "kv_offset", "arm", "lanes", "fused", "cut_after"), CASES)
 def test_every_dependence_of_a_real_plan_is_ordered(
-    kind: str, kv_offset: str, arm: str, lanes: str, fused: bool, per_segment: int
+    kind: str, kv_offset: str, arm: str, lanes: str, fused: bool, cut_after: Cuts
 ) -> None:
-    graph, plan = plan_of(kind, kv_offset, arm, lanes, fused, per_segment)
+    graph, plan = plan_of(kind, kv_offset, arm, lanes, fused, cut_after)
     accesses = [(run.reads, run.writes) for run in plan.dispatches]
     assert sum(plan.segments) == len(plan.dispatches)
     assert faults(plan.order, accesses, plan.segments, uploads(graph, plan), plan.targets) == []
@@ -119,17 +120,17 @@ def test_every_dependence_of_a_real_plan_is_ordered(
     reported = {(one.kind, int(one.buffer), one.first, one.second) for one in plan.hazards}
     found = dependences(accesses, plan.segments)
     assert reported == found
-    if per_segment == 0:
+    if not cut_after:
         kinds = {one[0] for one in found}
         assert kinds == ({"RAW"} if kv_offset == "device" and fused else {"RAW", "WAR"})
 
 
-@pytest.mark.parametrize("per_segment", [0, 10])
+@pytest.mark.parametrize("cut_after", [(), (Op.ATTENTION,)])
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
-def test_no_sync_of_a_real_plan_can_be_left_out(kind: str, kv_offset: str, arm: str, per_segment: int) -> None:
+def test_no_sync_of_a_real_plan_can_be_left_out(kind: str, kv_offset: str, arm: str, cut_after: Cuts) -> None:
     for fused in (True, False):
-        graph, plan = plan_of(kind, kv_offset, arm, fused=fused, per_segment=per_segment)
+        graph, plan = plan_of(kind, kv_offset, arm, fused=fused, cut_after=cut_after)
         accesses = [(run.reads, run.writes) for run in plan.dispatches]
         tried = 0
         for reduced in without_each_sync(plan.order):
@@ -160,11 +161,11 @@ def test_accesses_are_those_of_the_graph(kv_offset: str, arm: str) -> None:
 # Where values are held
 
 
-@pytest.mark.parametrize(("kind", "kv_offset", "arm", "lanes", "fused", "per_segment"), CASES)
+@pytest.mark.parametrize(("kind", "kv_offset", "arm", "lanes", "fused", "cut_after"), CASES)
 def test_each_reader_finds_its_own_activation(
-    kind: str, kv_offset: str, arm: str, lanes: str, fused: bool, per_segment: int
+    kind: str, kv_offset: str, arm: str, lanes: str, fused: bool, cut_after: Cuts
 ) -> None:
-    graph, plan = plan_of(kind, kv_offset, arm, lanes, fused, per_segment)
+    graph, plan = plan_of(kind, kv_offset, arm, lanes, fused, cut_after)
     held: dict[int, NodeId] = {}
     first = 0
     for count in plan.segments:
@@ -187,10 +188,10 @@ def test_each_reader_finds_its_own_activation(
 
 def test_memory_is_reused_between_submissions_only() -> None:
     _, whole = plan_of("prompt", "device", "bounded")
-    _, cut = plan_of("prompt", "device", "bounded", per_segment=3)
+    _, cut = plan_of("prompt", "device", "bounded", cut_after=(Op.ATTENTION,))
     assert len(whole.slot_bytes) == len(whole.slots)
     assert len(cut.slot_bytes) < len(cut.slots)
-    assert cut.segments == (3, 3, 3, 3, 1)
+    assert cut.segments == (3, 5, 5)
 
 
 def test_the_memory_of_a_target_is_kept_to_the_end() -> None:
@@ -201,7 +202,7 @@ def test_the_memory_of_a_target_is_kept_to_the_end() -> None:
     for _ in range(4):
         last = graph.silu(last)
     optimized = optimize_graph(graph, (splice_host_copy(graph, wanted), last), "gpu")
-    plan = lower(graph, optimized, LANES["subgroup"], dispatches_per_segment=1)
+    plan = lower(graph, optimized, LANES["subgroup"], cut_after=(Op.SILU,))
     assert plan.targets == (wanted,)
     assert len(plan.segments) == 5
     assert list(plan.slots.values()).count(plan.slots[wanted]) == 1

@@ -16,7 +16,8 @@ from vkdecode.gpu import Storage, StorageKind
 from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec, splice_host_copy
 from vkdecode.runtime import InferenceContext, Plan, StorageCache, lower, optimize_for
 
-_PREFILL_DISPATCHES = 10
+# A prompt's submissions end with each attention: they are as alike as the layers, and share buffers and algorithms.
+_PROMPT_CUTS = frozenset({Op.ATTENTION})
 
 
 def held_session(model: DecodeModel, options: StepOptions, kv: KvCache, context: InferenceContext) -> DecodeSession:
@@ -82,7 +83,7 @@ def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context
 
     try:
         prebuilt, cache = context.prebuild_optimized_as_with_env(
-            step.graph, step.logits, (*step.effects, *host_copies(step)), bind, _dispatches_per_segment(options)
+            step.graph, step.logits, (*step.effects, *host_copies(step)), bind, _cuts(options)
         )
     except BaseException:
         for node in cache:
@@ -117,7 +118,7 @@ def plan_step(model: DecodeModel, options: StepOptions, geometry: KvGeometry) ->
     step = with_candidates(model.build_step(options, geometry), options)
     target = splice_host_copy(step.graph, step.logits)
     optimized = optimize_for(model.device, step.graph, (target, *step.effects, *host_copies(step)))
-    return step.graph, lower(step.graph, optimized, model.lanes, _dispatches_per_segment(options))
+    return step.graph, lower(step.graph, optimized, model.lanes, _cuts(options))
 
 
 def take_session(context: InferenceContext, options: StepOptions) -> DecodeSession | None:
@@ -144,8 +145,8 @@ def put_session(context: InferenceContext, options: StepOptions, session: Decode
         context.put_decode_session(session)
 
 
-def _dispatches_per_segment(options: StepOptions) -> int:
-    return 0 if options.seq == 1 else _PREFILL_DISPATCHES
+def _cuts(options: StepOptions) -> frozenset[Op]:
+    return frozenset() if options.seq == 1 else _PROMPT_CUTS
 
 
 def _constant_storage(model: DecodeModel, graph: Graph, node_id: NodeId, kv: KvCache) -> Storage:

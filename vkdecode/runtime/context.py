@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device
-from vkdecode.graph import FUSIONS, Fusion, Graph, NodeId, OptimizedGraph, SymEnv, optimize_graph, splice_host_copy
+from vkdecode.graph import FUSIONS, Fusion, Graph, NodeId, Op, OptimizedGraph, SymEnv, optimize_graph, splice_host_copy
 from vkdecode.runtime.executable import Executable, StorageCache
 from vkdecode.runtime.footprint import check_plan
 from vkdecode.runtime.plan import WORK_PER_SUBMISSION, buffer_of, check_topology, lower
@@ -94,7 +94,7 @@ class InferenceContext:
         target: NodeId,
         effects: Sequence[NodeId],
         bind: Callable[[Graph, Sequence[NodeId]], StorageCache],
-        dispatches_per_segment: int = 0,
+        cut_after: Collection[Op] = (),
     ) -> tuple[Prebuilt, StorageCache]:
         """Prepare (splice the device-to-host copy at the target), optimize, plan, and make the kernels ready.
 
@@ -103,7 +103,7 @@ class InferenceContext:
             target: the node whose value is wanted.
             effects: nodes realized for what they write.
             bind: gives the storages of the constants that the plan needs.
-            dispatches_per_segment: most dispatches of one submission; 0 for all in one.
+            cut_after: operations whose dispatch ends a submission.
 
         Raises:
             DeviceError: the plan breaks a limit of the device; nothing was bound or allocated.
@@ -113,7 +113,7 @@ class InferenceContext:
             raise ClosedError("this InferenceContext was closed; make a new one")
         effective_target = splice_host_copy(graph, target)
         optimized = optimize_for(self.device, graph, (effective_target, *effects), self.fusions)
-        plan = lower(graph, optimized, self.device.lanes, dispatches_per_segment, self._work_per_submission)
+        plan = lower(graph, optimized, self.device.lanes, cut_after, self._work_per_submission)
         check_plan(graph, plan, self.device.info, self.device.lanes)
         cache = bind(graph, plan.constants)
         return Prebuilt(effective_target, optimized, Executable(self.device, plan, cache)), cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vkdecode.errors import TopologyChanged
@@ -119,7 +119,7 @@ def lower(
     graph: Graph,
     optimized: OptimizedGraph,
     lanes: Lanes,
-    dispatches_per_segment: int = 0,
+    cut_after: Collection[Op] = (),
     work_per_segment: int = WORK_PER_SUBMISSION,
 ) -> Plan:
     """Turn an optimized graph into a plan.
@@ -128,7 +128,7 @@ def lower(
         graph: the graph that was optimized.
         optimized: its roots; the first one's value, and any other root copied to the host, can be read afterwards.
         lanes: the device's kernel shape.
-        dispatches_per_segment: most dispatches of one submission; 0 for any number.
+        cut_after: operations whose dispatch ends a submission.
         work_per_segment: most multiply-adds of one submission, unless a single dispatch takes more.
 
     Raises:
@@ -150,7 +150,8 @@ def lower(
     targets = targets or (buffer_of(graph, optimized.roots[0]),)
     data = {buffer_of(graph, one) for one in reachable if graph.node(one).op is Op.DATA}
     data |= {buffer_of(graph, one) for one in copied if graph.attrs(one, CopyAttrs).to == "device"}
-    segments = _segments([one.work for one in dispatches], dispatches_per_segment, work_per_segment)
+    cuts = [graph.node(one.node).op in cut_after for one in dispatches]
+    segments = _segments([one.work for one in dispatches], cuts, work_per_segment)
     slots, slot_bytes = _assign_slots(graph, dispatches, segments, targets)
     order, hazards = plan_order(
         [(one.reads, one.writes) for one in dispatches],
@@ -163,16 +164,16 @@ def lower(
     return Plan(tuple(dispatches), segments, order, hazards, slots, slot_bytes, constants, targets)
 
 
-def _segments(works: Sequence[int], most_dispatches: int, most_work: int) -> tuple[int, ...]:
+def _segments(works: Sequence[int], cuts: Sequence[bool], most_work: int) -> tuple[int, ...]:
     segments: list[int] = []
-    held = 0
-    for work in works:
-        full = bool(segments) and (segments[-1] == most_dispatches or held + work > most_work)
-        if not segments or full:
+    held, ended = 0, True
+    for work, cut in zip(works, cuts, strict=True):
+        if ended or held + work > most_work:
             segments.append(0)
             held = 0
         segments[-1] += 1
         held += work
+        ended = cut
     return tuple(segments)
 
 
