@@ -7,6 +7,7 @@ neither.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -61,7 +62,6 @@ def left_out(step: StepGraph, wanted: NodeId) -> frozenset[NodeId]:
     return frozenset(behind - set(step.graph.reachable([wanted])))
 
 
-def as_candidates(words: NDArray[np.uint32]) -> Candidates:
+def as_candidates(words: Sequence[int]) -> Candidates:
     """What a TOP_K node left, pairs of an id and a logit's bits."""
-    pairs = words.reshape(-1, 2)
-    return Candidates(pairs[:, 0].astype(np.int64), np.ascontiguousarray(pairs[:, 1]).view(np.float32))
+    return Candidates(np.array(words[::2], np.int64), np.array(words[1::2], np.uint32).view(np.float32))

@@ -9,6 +9,7 @@ speed, a good one thrown away is a silent slow-down; `validity_for` is the one l
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -332,8 +333,8 @@ class DecodeSession:
         node = candidates_node(self._step, count)
         if node is None:
             raise InvalidInputError(f"this plan has no list of {count} candidates; read the logits")
-        best = as_candidates(self.executable.read(node, 2 * count).view(np.uint32))
-        if np.isfinite(best.logits[0]):
+        best = as_candidates(self.executable.read_words(node, 2 * count))
+        if math.isfinite(best.logits[0]):
             return best
         row = self.executable.read(self.logits_node)
         return Candidates(np.arange(row.size), row)

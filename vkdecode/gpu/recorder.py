@@ -137,11 +137,11 @@ class Recording:
         self._device = device
         self._steps = tuple(steps)
         kp = device.kp
-        # Walked for each submission, so without repeats.
         copied = [step for step in self._steps if not isinstance(step, Run)]
         self._staged = tuple({id(one): one for step in copied for one in step.storages}.values())
         self.synced = frozenset(id(one) for step in copied if isinstance(step, Sync) for one in step.storages)
         """Identities of the storages whose host-visible twins it brings up to date."""
+        self._checked_at = -1  # the closings after which all of them were still open
         with device.lock:
             self._sequence: Any = device.manager.sequence()
             for step in self._steps:
@@ -166,8 +166,11 @@ class Recording:
         """
         with self._device.lock:
             _ = self._device.manager
-            for storage in self._staged:
-                _ = storage.tensor
+            closings = Storage.closings
+            if closings != self._checked_at:  # hundreds of storages, so not for each token
+                for storage in self._staged:
+                    _ = storage.tensor
+                self._checked_at = closings
             started = time.perf_counter()
             try:
                 self._sequence.eval()

@@ -14,7 +14,7 @@ from vkdecode.runtime.plan import Dispatch, Plan, steps_for
 from vkdecode.weights.dtypes import DType
 
 # A NaN that no arithmetic gives: quiet NaNs from a shader carry no such payload.
-_UNWRITTEN = np.uint32(0x7FEDDEAD)
+_UNWRITTEN = 0x7FEDDEAD
 
 
 class StorageCache:
@@ -133,9 +133,9 @@ class Executable:
         """
         targets = (self.storage(node) for node in self.plan.targets)
         copied = (one for one in targets if any(id(one) in recording.synced for recording in recordings))
-        marks = [storage.data.view(np.uint32)[:1] for storage in copied]
+        marks = [storage.words for storage in copied]
         for mark in marks:
-            mark[:] = _UNWRITTEN
+            mark[0] = _UNWRITTEN
         for recording in recordings:
             recording.submit()
         if any(mark[0] == _UNWRITTEN for mark in marks):
@@ -145,15 +145,21 @@ class Executable:
                 f"them '{kernels[-1]}'; close the device and open a new one"
             )
 
-    def read(self, node: NodeId, most: int | None = None) -> NDArray[np.float32]:
-        """A copy of a target's values, or of the first `most` of them, flat, after a submission.
+    def read(self, node: NodeId) -> NDArray[np.float32]:
+        """A copy of a target's values, flat, after a submission.
 
         A storage is rounded up to 16 bytes; what is behind the values is left out.
         """
         count = self.plan.slot_bytes[self.plan.slots[node]] // 4
-        values = np.array(self.storage(node).data[: count if most is None else min(most, count)], np.float32)
+        values = np.array(self.storage(node).data[:count], np.float32)
         self.bytes_read += values.nbytes
         return values
+
+    def read_words(self, node: NodeId, count: int) -> list[int]:
+        """The first words of a target as unsigned integers, after a submission."""
+        self.bytes_read += 4 * count
+        words: list[int] = self.storage(node).words[:count].tolist()
+        return words
 
     def close(self) -> None:
         """Give the activations back and let go of the constants."""
