@@ -17,7 +17,8 @@ from vkdecode.gpu import DeviceInfo, check_dispatch, registry
 from vkdecode.gpu.limits import shared_memory_bytes
 from vkdecode.graph import Graph, Op, WeightSpec
 from vkdecode.models import Model
-from vkdecode.runtime import Dispatch, Plan, WeightStore, check_plan, weight_constants
+from vkdecode.models.memory import MINIMAL_ROWS
+from vkdecode.runtime import Dispatch, Plan, WeightStore, check_plan, most_cached_rows, weight_constants
 from vkdecode.weights import DType
 
 PATHS = (("device", "bounded"), ("device", "masked"), ("symenv", "masked"), ("symenv", "bounded"))
@@ -209,6 +210,27 @@ def test_a_cache_whose_layers_exceed_a_buffer_names_the_largest_length(monkeypat
     for rows, dtype in ((32_768, "f32"), (65_536, "f16")):
         with pytest.raises(AssertionError, match="something was allocated"):
             model.new_kv_cache(rows, dtype)
+
+
+def test_a_cache_that_a_cpu_driver_would_not_read_to_its_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = planned_model(monkeypatch, replace(gpu(**PLANNABLE), kind="cpu"))
+    geometry = model.kv_geometry(1, "f16")
+    most = most_cached_rows(model.lanes, geometry.head_dim)
+    assert MINIMAL_ROWS < most < 65_536
+    with pytest.raises(DeviceError, match=rf"{most + 1} rows is too long .* use max_seq_len up to {most}, or a GPU"):
+        model.new_kv_cache(most + 1, dtype="f16")
+    with pytest.raises(AssertionError, match="something was allocated"):
+        model.new_kv_cache(most, dtype="f16")
+    # Whoever makes a cache another way meets the same refusal where its plan is built.
+    options = StepOptions(1, "last", "device", "bounded")
+    for rows in (most, most + 1):
+        graph, plan = plan_step(model, options, replace(geometry, max_seq_len=rows))
+        check_plan(graph, plan, gpu(**PLANNABLE), model.lanes)
+        if rows == most:
+            check_plan(graph, plan, model.device.info, model.lanes)
+        else:
+            with pytest.raises(DeviceError, match="too long"):
+                check_plan(graph, plan, model.device.info, model.lanes)
 
 
 # Memory

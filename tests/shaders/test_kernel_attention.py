@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from kernel_lab import (
     bits,
     blank,
     check,
+    device,
     generator,
     normal,
     poisoned,
@@ -26,6 +27,9 @@ from kernel_lab import (
 )
 from kv_rows import KV_DTYPES, check_stored
 from numpy.typing import NDArray
+
+from vkdecode.gpu import DeviceInfo, Lanes, shared_lanes, subgroup_lanes
+from vkdecode.runtime import attention_workgroup, most_cached_rows
 
 FORMS = [  # arm, where the offset is, and whether the write is fused
     ("bounded", "push", 0),
@@ -220,7 +224,7 @@ class Problem:
 
     def run(self, cached: int, attended_len: int | None = None, **changed: NDArray[Any]) -> dict[str, Words]:
         attended_len = cached + self.shape.room if attended_len is None else attended_len
-        push = {"attended_len": attended_len} if self.trial.kernel.push else {}
+        push = {"attended_len": attended_len} if "attended_len" in self.trial.kernel.push else {}
         return self.trial.run(push, **{**self.buffers(cached), **changed})
 
     def expected(self) -> tuple[F64, F64]:
@@ -336,6 +340,21 @@ def test_the_cases_reach_all_shapes_in_both_forms() -> None:
     for lanes in ("subgroup", "shared"):
         reached = {shape for axes, shape in cases if axes["LANES"] == lanes}
         assert reached == {shape for shapes in SHAPES.values() for shape in shapes}
+
+
+@pytest.mark.parametrize("form", [subgroup_lanes, shared_lanes])
+def test_the_longest_cache_of_a_cpu_driver_is_read_to_its_end(form: Callable[[DeviceInfo], Lanes]) -> None:
+    lanes = form(device().info)
+    head_dim = 64
+    rows = most_cached_rows(lanes, head_dim)
+    shape = Shape(1, 4, 4, 1, head_dim, rows, 1, (1,), attention_workgroup(lanes), False, 1.0)
+    problem = Problem(f"attention LANES={lanes.form} KV=f32 QUERIES=4 ARM=bounded OFFSET=push WRITE=0", shape)
+    problem.draw(rows, 1)
+    for values in (problem.cached_k, problem.cached_v, problem.k, problem.v):
+        values[:] = 0.0
+    problem.cached_v[0, -1] = rows + 1  # the mean over all rows is 1 because of the last one alone
+    y = problem.run(rows)["y"][: 4 * head_dim].view(np.float32)
+    np.testing.assert_allclose(y, 1.0, rtol=1e-3)
 
 
 def test_every_row_may_be_masked() -> None:

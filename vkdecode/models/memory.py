@@ -9,7 +9,15 @@ from vkdecode.decode import CHUNK_SIZES, DecodeModel, KvGeometry, StepOptions, p
 from vkdecode.errors import DeviceError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Lanes, largest_buffer, storage_bytes
 from vkdecode.graph import Graph, WeightSpec
-from vkdecode.runtime import Plan, PlanFootprint, check_plan, footprint, weight_constants, weights_bytes
+from vkdecode.runtime import (
+    Plan,
+    PlanFootprint,
+    check_cached_rows,
+    check_plan,
+    footprint,
+    weight_constants,
+    weights_bytes,
+)
 from vkdecode.weights import DType
 
 # Rows of the smallest cache that loading a model makes sure of: one chunk of a prompt.
@@ -130,7 +138,7 @@ def check_kv_cache(model: DecodeModel, weights: Sequence[WeightSpec], geometry: 
     """Refuse a cache that the device cannot hold, before any of it is allocated.
 
     Raises:
-        DeviceError: one layer's K or V exceeds what a storage buffer may have.
+        DeviceError: one layer's K or V exceeds what a storage buffer may have, or attention would not read it all.
         OutOfDeviceMemoryError: the whole does not fit the free memory.
 
     """
@@ -141,6 +149,7 @@ def check_kv_cache(model: DecodeModel, weights: Sequence[WeightSpec], geometry: 
             f"a layer's K of {geometry.slot_bytes} bytes exceeds the largest storage buffer of device {device.info}, "
             f"{buffer} bytes; {_advice(geometry.dtype, lambda dtype: buffer // _row_bytes(geometry, dtype))}"
         )
+    check_cached_rows(device.info, model.lanes, geometry.head_dim, geometry.max_seq_len)
     needed = kv_bytes(geometry)
     if needed > device.free_bytes:
         advice = _advice(geometry.dtype, lambda dtype: _most_rows(model, replace(geometry, dtype=dtype)))

@@ -4,6 +4,7 @@ from vkdecode.runtime.context import InferenceContext, Prebuilt, Stats, optimize
 from vkdecode.runtime.executable import Executable, StorageCache
 from vkdecode.runtime.footprint import PlanFootprint, check_plan, footprint, weight_constants, weights_bytes
 from vkdecode.runtime.order import Hazard, OrderStep, plan_order
+from vkdecode.runtime.passes import attention_workgroup, check_cached_rows, most_cached_rows
 from vkdecode.runtime.plan import Dispatch, Plan, buffer_of, check_topology, lower, steps_for
 from vkdecode.runtime.weight_store import WeightStore
 
@@ -19,11 +20,14 @@ __all__ = [
     "Stats",
     "StorageCache",
     "WeightStore",
+    "attention_workgroup",
     "buffer_of",
+    "check_cached_rows",
     "check_plan",
     "check_topology",
     "footprint",
     "lower",
+    "most_cached_rows",
     "optimize_for",
     "plan_order",
     "steps_for",

@@ -9,6 +9,7 @@ import numpy as np
 
 from vkdecode.gpu import DeviceInfo, Lanes, check_buffer, check_dispatch, storage_bytes
 from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec
+from vkdecode.runtime.passes import check_cached_rows
 from vkdecode.runtime.plan import Plan
 from vkdecode.runtime.weight_layout import weight_bytes
 
@@ -75,6 +76,8 @@ def check_plan(graph: Graph, plan: Plan, info: DeviceInfo, lanes: Lanes) -> None
     for dispatch in plan.dispatches:
         bound = [storage_bytes(sizes[node]) for node in dispatch.bindings]
         check_dispatch(info, dispatch.kernel, dispatch.spec, dispatch.workgroups, bound)
+        if graph.node(dispatch.node).op is Op.ATTENTION:
+            check_cached_rows(info, lanes, dispatch.spec["HEAD_DIM"], dispatch.spec["MAX_SEQ"])
 
 
 def _constant_bytes(graph: Graph, node_id: NodeId, lanes: Lanes) -> int:

@@ -30,22 +30,16 @@ from vkdecode.graph import (
     WeightSpec,
 )
 from vkdecode.runtime.block_layout import PACK
+from vkdecode.runtime.passes import MOST_PRODUCT_PASSES, MOST_QUERIES, attention_workgroup, linear_passes
 
 _WORKGROUP = 64
-_ATTENTION_WORKGROUP = 64
 _TOKEN_TILE = 8
-_MOST_QUERIES = 4
 _MOST_EXPERTS = 1024
 # The numbers that linear.comp and activations.glsl give them.
 NORMS = {None: 0, "rms": 1, "layer": 2}
 ACTIVATIONS = {None: 0, Op.SILU: 1, Op.GELU_TANH: 2, Op.CLAMPED_SWIGLU: 3}
 # The most that Vulkan promises on an axis; some devices allow no more.
 _MOST_WORKGROUPS = 65535
-MOST_PASSES = 30_000
-"""Loop passes that an invocation may take, with room to spare.
-
-After 65,535 of them, ways out of a loop included, the CPU driver of Mesa ends all loops without a sign.
-"""
 
 
 @dataclass(frozen=True)
@@ -130,9 +124,9 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     split = min(most // lanes.tile, 1 << (chunks.bit_length() - 1))
     staged = PACK * split * (max(256 // (PACK * split), 1) if token_tile == 1 else 1)
     staged = min(staged, chunks * PACK)
-    once, each = _linear_passes(chunks, lanes.tile * split, staged, lanes, token_tile)
+    once, each = linear_passes(chunks, lanes.tile * split, staged, lanes, token_tile)
     groups = -(-blocks // min(wanted or _MOST_WORKGROUPS, _MOST_WORKGROUPS))
-    groups = max(min(groups, (MOST_PASSES - once) // each), -(-blocks // _MOST_WORKGROUPS))
+    groups = max(min(groups, (MOST_PRODUCT_PASSES - once) // each), -(-blocks // _MOST_WORKGROUPS))
     rope = attrs.rope or RopeAttrs(1, 0, 2, 2)
     constants = {
         "WORKGROUP": lanes.tile * split,
@@ -159,22 +153,6 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     work = tokens * used * rows * (2 if paired else 1) * spec.columns
     workgroups = (-(-blocks // groups), tokens // token_tile * used, 1)
     return Choice(kernel, tuple(bindings), constants, workgroups, {}, work)
-
-
-def _linear_passes(chunks: int, workgroup: int, staged: int, lanes: Lanes, tokens: int) -> tuple[int, int]:
-    """Loop passes of an invocation of linear.comp at most: before its first group, and in each group.
-
-    A chunk takes at most six; the shared form stages x and adds up the groups of lanes too.
-    """
-    measured = 2 * (1 + -(-chunks * PACK // (4 * workgroup)))
-    inner = 6
-    if lanes.form == "subgroup":
-        return measured, 2 + chunks * inner
-    split = workgroup // lanes.tile
-    stages = -(-chunks * PACK // staged)
-    per_stage = 3 + -(-staged // (4 * workgroup)) + -(-staged // (PACK * split)) * inner
-    summed = tokens * (1 + split)
-    return measured + tokens * 2 * (1 + workgroup.bit_length()), 2 + stages * per_stage + summed
 
 
 def _embed(graph: Graph, node: Node, lanes: Lanes) -> Choice:
@@ -302,9 +280,9 @@ def _attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     tokens = node.shape[0]
     cache = graph.node(node.inputs[3])
     group = attrs.heads // attrs.kv_heads
-    query_heads = next(count for count in range(_MOST_QUERIES, 0, -1) if group % count == 0)
+    query_heads = next(count for count in range(MOST_QUERIES, 0, -1) if group % count == 0)
     query_tokens = 1
-    while query_heads * query_tokens * 2 <= _MOST_QUERIES and tokens % (query_tokens * 2) == 0:
+    while query_heads * query_tokens * 2 <= MOST_QUERIES and tokens % (query_tokens * 2) == 0:
         query_tokens *= 2
     push: dict[str, int | SymId] = {}
     if attrs.arm == "bounded" and attrs.attended_len is not None:
@@ -319,7 +297,7 @@ def _attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         WRITE=int(attrs.writes),
     )
     constants = {
-        "WORKGROUP": lanes.tile if lanes.form == "subgroup" else min(_ATTENTION_WORKGROUP, lanes.workgroup),
+        "WORKGROUP": attention_workgroup(lanes),
         "KV_HEADS": attrs.kv_heads,
         "GROUP": group,
         "HEAD_DIM": attrs.head_dim,
