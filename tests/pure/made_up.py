@@ -86,12 +86,16 @@ class PlannedStore(WeightStore):
 
 
 def planned_model(
-    monkeypatch: Any, info: DeviceInfo, source: MadeUpSource | None = None, lanes: Lanes | None = None
+    monkeypatch: Any,
+    info: DeviceInfo,
+    source: MadeUpSource | None = None,
+    lanes: Lanes | None = None,
+    weights: DType | None = None,
 ) -> Model:
     """A model as it is when it was planned and would be uploaded."""
     monkeypatch.setattr("vkdecode.models.model.WeightStore", PlannedStore)
     device = cast(Device, MadeUpDevice(info, lanes))
-    return Model(cast(WeightSource, source or llama_8b()), device)
+    return Model(cast(WeightSource, source or llama_8b()), device, weights)
 
 
 def llama_8b(dtype: DType = DType.F16, **config: Any) -> MadeUpSource:
@@ -159,3 +163,17 @@ def phi_2(dtype: DType = DType.F16, layers: int = 32) -> MadeUpSource:
     shapes |= {f"{name}.bias": (shape[0],) for name, shape in linears.items()}
     shapes |= {f"{name}.{part}": (hidden,) for name in norms for part in ("weight", "bias")}
     return MadeUpSource(c, shapes, dtype)
+
+
+def mixtral_8x7b(layers: int = 32) -> MadeUpSource:
+    """The shapes of Mixtral 8x7B."""
+    dense = llama_8b(vocab_size=32_000, num_hidden_layers=layers)
+    shapes = {name: dense.info(name).shape for name in dense.names() if ".mlp." not in name}
+    hidden, inner = dense.config["hidden_size"], dense.config["intermediate_size"]
+    for layer in range(layers):
+        name = f"model.layers.{layer}.block_sparse_moe"
+        shapes[f"{name}.gate.weight"] = (8, hidden)
+        for expert in range(8):
+            shapes |= {f"{name}.experts.{expert}.{part}.weight": (inner, hidden) for part in ("w1", "w3")}
+            shapes[f"{name}.experts.{expert}.w2.weight"] = (hidden, inner)
+    return MadeUpSource({**dense.config, "model_type": "mixtral"}, shapes, DType.F16)

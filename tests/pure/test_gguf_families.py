@@ -305,6 +305,17 @@ def test_gemma2_of_46_layers_scales_by_another_number(tmp_path: Path, layers: in
     assert config["layer_types"][:3] == ["sliding_attention", "full_attention", "sliding_attention"]
 
 
+def test_gpt_oss_in_mxfp4_is_dequantized_where_its_folders_are_refused(tmp_path: Path) -> None:
+    folder = open_weights(TINY / "gpt_oss")
+    source = opened(convert_tiny(tmp_path / "m.gguf", TINY / "gpt_oss", "MXFP4"))
+    name = "model.layers.1.mlp.experts.down_proj"
+    assert (source.info(name).dtype, source.info(name).stored_as) == (DType.F16, "MXFP4")
+    rows = np.ascontiguousarray(folder.read(name).transpose(0, 2, 1))
+    kind = gguf.GGMLQuantizationType.MXFP4
+    stored = gguf.quants.dequantize(gguf.quants.quantize(rows, kind), kind).transpose(0, 2, 1)
+    np.testing.assert_array_equal(source.read(name), stored.astype(np.float16))
+
+
 def test_gpt_oss_yarn_does_not_round(tmp_path: Path) -> None:
     meta = {
         "gpt-oss.rope.scaling.type": "yarn",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from made_up import GPU, ROOMY, SMALLEST, SUBGROUPS, MadeUpSource, gpu, llama_8b, phi_2, planned_model
+from made_up import GPU, ROOMY, SMALLEST, SUBGROUPS, MadeUpSource, gpu, llama_8b, mixtral_8x7b, phi_2, planned_model
 from spirv_shared import declared_shared_bytes
 
 from vkdecode.decode import CHUNK_SIZES, DecodeMode, StepOptions, plan_step, prompt_steps
@@ -133,6 +133,33 @@ def test_less_than_vulkan_allows_is_refused_with_the_numbers(
 ) -> None:
     with pytest.raises(DeviceError, match=message):
         planned_model(monkeypatch, gpu(**limits), small_llama())
+
+
+STACK = (
+    r"^the weight model\.layers\.0\..*\.experts\.0\.w1\.weight to .*\.experts\.7\.w3\.weight, 16 tensors of 1879048192"
+)
+
+
+def test_experts_that_one_buffer_cannot_hold_are_refused_with_the_type_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    info, source = gpu(max_storage_buffer_range_bytes=1 << 30), mixtral_8x7b(layers=1)
+    message = (
+        rf"{STACK} bytes exceeds maxStorageBufferRange of device 0: Made-Up 9000[^;]*, 1073741824 bytes; "
+        r"the experts of a layer lie in one buffer; load with weights='q8_0', which makes it (\d+) bytes$"
+    )
+    with pytest.raises(DeviceError, match=message) as refused:
+        planned_model(monkeypatch, info, source)
+    held = planned_model(monkeypatch, info, source, weights=DType.Q8_0)
+    largest = max(held.weight_store.nbytes(spec) for spec in held.weight_specs() if spec.experts)
+    assert str(refused.value).endswith(f"which makes it {largest} bytes")
+    assert 16 * 14_336 * 4096 * 34 // 32 <= largest <= 1 << 30
+
+
+def test_experts_that_no_type_makes_fit_need_another_device_or_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = rf"{STACK} bytes .*; use a device with larger storage buffers, or a file stored at fewer bits$"
+    with pytest.raises(DeviceError, match=message):
+        planned_model(monkeypatch, gpu(**PLANNABLE), mixtral_8x7b(layers=1))
 
 
 def test_push_constants_beyond_the_limit_are_refused() -> None:

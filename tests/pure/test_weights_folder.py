@@ -152,7 +152,29 @@ def test_other_dtypes_are_refused_by_name(tmp_path: Path, dtype: Any) -> None:
 
 def test_quantized_checkpoint_is_refused_with_its_method(tmp_path: Path) -> None:
     folder = make_folder(tmp_path, {"t": TABLE}, {**CONFIG, "quantization_config": {"quant_method": "gptq"}})
-    assert "gptq" in refusal(folder, UnsupportedModelError)
+    message = refusal(folder, UnsupportedModelError)
+    assert "'gptq', which is not supported; use the original weights or a GGUF file" in message
+
+
+def test_gpt_oss_in_mxfp4_is_refused_with_what_there_is_instead(tmp_path: Path) -> None:
+    """It was released so: there are no original weights to point to."""
+    blocks = {"model.layers.0.mlp.experts.down_proj_blocks": np.zeros((2, 64, 3, 16), np.uint8)}
+    packed = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    message = refusal(make_folder(tmp_path / "m", blocks, packed), UnsupportedModelError)
+    assert str(tmp_path / "m" / "config.json") in message
+    assert message.endswith(
+        "quantized with 'mxfp4', which is not supported; use a GGUF file of the model, or a copy of the folder with "
+        "its weights dequantized to bf16"
+    )
+    unsaid = open_weights(make_folder(tmp_path / "n", blocks, {"model_type": "gpt_oss"}))
+    with pytest.raises(UnsupportedModelError, match=r"down_proj_blocks in .* is stored as U8; only F32, F16, BF16"):
+        unsaid.info("model.layers.0.mlp.experts.down_proj_blocks")
+
+
+@pytest.mark.parametrize("method", [None, 4, ["mxfp4"], {"a": 1}])
+def test_a_method_that_is_no_name_is_refused_too(tmp_path: Path, method: Any) -> None:
+    folder = make_folder(tmp_path, {"t": TABLE}, {**CONFIG, "quantization_config": {"quant_method": method}})
+    assert repr(method) in refusal(folder, UnsupportedModelError)
 
 
 @pytest.mark.parametrize(

@@ -37,16 +37,17 @@ def largest_buffer(info: DeviceInfo) -> int:
     return min(buffer_limits(info).values()) // UNIT_BYTES * UNIT_BYTES
 
 
-def check_buffer(info: DeviceInfo, nbytes: int, what: str = "a buffer") -> None:
+def check_buffer(info: DeviceInfo, nbytes: int, what: str = "a buffer", instead: str = "") -> None:
     """Refuse a storage buffer that a limit forbids.
 
     Raises:
-        DeviceError: which limit, and both numbers.
+        DeviceError: which limit, both numbers, and what to do `instead` where that is known.
 
     """
     for name, limit in buffer_limits(info).items():
         if storage_bytes(nbytes) > limit:
-            raise DeviceError(f"{what} of {nbytes} bytes exceeds {name} of device {info}, {limit} bytes")
+            advice = f"; {instead}" if instead else ""
+            raise DeviceError(f"{what} of {nbytes} bytes exceeds {name} of device {info}, {limit} bytes{advice}")
 
 
 def check_dispatch(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vkdecode.gpu import DeviceInfo, Lanes, check_buffer, check_dispatch, storage_bytes
+from vkdecode.gpu import DeviceInfo, Lanes, check_buffer, check_dispatch, largest_buffer, storage_bytes
 from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec
 from vkdecode.runtime.passes import check_cached_rows
 from vkdecode.runtime.plan import Plan
 from vkdecode.runtime.weight_layout import weight_bytes
+from vkdecode.weights import DType
 
 
 @dataclass(frozen=True)
@@ -65,14 +66,14 @@ def check_plan(graph: Graph, plan: Plan, info: DeviceInfo, lanes: Lanes) -> None
     """Refuse a plan that breaks a limit of the device.
 
     Raises:
-        DeviceError: which buffer or kernel, which limit, and both numbers.
+        DeviceError: which buffer or kernel, which limit, both numbers, and for a stack of experts what would fit.
 
     """
     sizes = {node: plan.slot_bytes[slot] for node, slot in plan.slots.items()}
     for node in plan.constants:
         sizes[node] = _constant_bytes(graph, node, lanes)
-    for node, nbytes in sizes.items():
-        check_buffer(info, nbytes, _describe(graph, node))
+    for node, nbytes in sorted(sizes.items(), key=lambda one: -one[1]):  # what makes the largest fit is enough
+        check_buffer(info, nbytes, _describe(graph, node), _instead(graph, node, info, lanes))
     for dispatch in plan.dispatches:
         bound = [storage_bytes(sizes[node]) for node in dispatch.bindings]
         check_dispatch(info, dispatch.kernel, dispatch.spec, dispatch.workgroups, bound)
@@ -99,3 +100,16 @@ def _describe(graph: Graph, node_id: NodeId) -> str:
         slot = graph.attrs(node_id, KvAttrs)
         return f"the {'KV'[slot.which]} cache of layer {slot.layer}, {node.shape[1]} rows,"
     return f"the {node.op.value} buffer {list(node.shape)}"
+
+
+def _instead(graph: Graph, node_id: NodeId, info: DeviceInfo, lanes: Lanes) -> str:
+    """What to do about a stack of experts, which is not split, where it is too large."""
+    if graph.node(node_id).op is not Op.WEIGHT or not (spec := graph.attrs(node_id, WeightSpec)).experts:
+        return ""
+    whole = "the experts of a layer lie in one buffer"
+    for dtype in (DType.F16, DType.Q8_0, DType.Q4_0):
+        if not spec.vector and dtype.fits(spec.columns):
+            nbytes = weight_bytes(replace(spec, dtype=dtype), lanes.tile, lanes.block_rows)
+            if nbytes <= largest_buffer(info):
+                return f"{whole}; load with weights={dtype.value!r}, which makes it {nbytes} bytes"
+    return f"{whole}; use a device with larger storage buffers, or a file stored at fewer bits"

@@ -223,7 +223,10 @@ def _tensor_type(cursor: _Cursor, name: str, number: int) -> GGMLQuantizationTyp
     try:
         return GGMLQuantizationType(number)
     except ValueError as error:
-        raise UnsupportedModelError(f"tensor {name!r} in {cursor.path} has the unknown GGUF type {number}") from error
+        raise UnsupportedModelError(
+            f"tensor {name!r} in {cursor.path} has the GGUF type {number}, which the installed gguf package does not "
+            "know; a newer one may"
+        ) from error
 
 
 def _place(

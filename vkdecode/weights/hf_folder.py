@@ -15,6 +15,8 @@ from vkdecode.weights.source import ClosableSource, TensorInfo
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# gpt-oss was released in MXFP4, so there are no original weights to fall back on.
+_INSTEAD = {"mxfp4": "use a GGUF file of the model, or a copy of the folder with its weights dequantized to bf16"}
 
 
 class HfFolder(ClosableSource):
@@ -105,7 +107,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             method = details.get("quant_method", "unnamed") if isinstance(details, dict) else details
             raise UnsupportedModelError(
                 f"{path} says that the weights are quantized with {method!r}, which is not supported; "
-                "use the original weights or a GGUF file"
+                f"{_INSTEAD.get(str(method), 'use the original weights or a GGUF file')}"
             )
     return config
 
