@@ -347,3 +347,13 @@ FAMILIES: Mapping[str, tuple[str, Mapping[str, str], Change, Callable[[Config], 
     "stablelm": ("stablelm", LLAMA_NAMES, same, stablelm_meta),
     "cohere": ("command-r", LLAMA_NAMES, same, cohere_meta),
 }
+
+
+def model_type(folder: Path) -> str:
+    """What the config of a checkpoint says that it is."""
+    return str(json.loads((folder / "config.json").read_text(encoding="utf-8"))["model_type"])
+
+
+TINY = Path(__file__).parents[1] / "data" / "tiny"
+NAMES = tuple(sorted(folder.name for folder in TINY.iterdir() if model_type(folder) in FAMILIES))
+"""The tiny checkpoints of families that have a GGUF form."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_converter import FAMILIES as CONVERTERS
-from gguf_converter import converted
+from gguf_converter import NAMES, converted, model_type
 from hypothesis import given
 from hypothesis import strategies as st
 from model_files import TINY, convert_tiny, write_gguf
@@ -23,8 +22,6 @@ from vkdecode.weights import GgufFile, WeightSource, open_weights
 from vkdecode.weights.blocks import decode_rows, ggml_type
 from vkdecode.weights.dtypes import DType
 from vkdecode.weights.families import FAMILIES, Layout, family_of_model_type, gguf_name, split_name
-
-NAMES = sorted(path.name for path in TINY.iterdir())
 
 # What a config says beyond the model's mathematics, or says with the value that the family always has.
 NOT_COMPARED = {
@@ -81,8 +78,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GgufFile]:
     return {name: opened(convert_tiny(folder / f"{name}.gguf", TINY / name)) for name in NAMES}
 
 
-def test_every_family_has_a_checkpoint() -> None:
-    types = {json.loads((TINY / name / "config.json").read_text())["model_type"] for name in NAMES}
+def test_every_family_has_a_checkpoint_and_a_converter() -> None:
+    types = {model_type(TINY / name) for name in NAMES}
     assert types == {family.model_type for family in FAMILIES} == set(CONVERTERS)
 
 
