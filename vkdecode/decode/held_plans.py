@@ -83,7 +83,12 @@ def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context
 
     try:
         prebuilt, cache = context.prebuild_optimized_as_with_env(
-            step.graph, step.logits, (*step.effects, *host_copies(step)), bind, _cuts(options)
+            step.graph,
+            step.logits,
+            (*step.effects, *host_copies(step)),
+            bind,
+            _cuts(options),
+            share_activations=options.seq > 1,
         )
     except BaseException:
         for node in cache:

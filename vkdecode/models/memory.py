@@ -100,7 +100,7 @@ def plan_load(model: DecodeModel, check: bool = True) -> LoadPlan:
     plan_one = _checked_plan if check else plan_step
     made = [plan_one(model, _options(model, seq, "last"), geometry) for seq in sizes]
     weights = tuple(dict.fromkeys(spec for one in made for spec in weight_constants(*one)))
-    plans = sum((footprint(*one) for one in made), PlanFootprint())
+    plans = sum((footprint(one) for one in made), PlanFootprint())
     if check:
         _check_memory(device, model.lanes, weights, kv_bytes(geometry), plans.total)
         _check_allocations(device, len(weights) + 2 * geometry.num_layers + plans.allocations)
@@ -110,13 +110,10 @@ def plan_load(model: DecodeModel, check: bool = True) -> LoadPlan:
 def memory_report(model: DecodeModel, weights: Sequence[WeightSpec], max_seq_len: int, kv_dtype: str) -> MemoryReport:
     """The bytes of a model with a cache of this length and the plans of a prompt that fills it but for one row."""
     geometry = model.kv_geometry(max_seq_len, kv_dtype)
-    decode, prefill = PlanFootprint(), PlanFootprint()
-    for options in prompt_steps(model, max(max_seq_len - 1, 1)):
-        one = footprint(*plan_step(model, options, geometry))
-        if options.seq == 1:
-            decode += one
-        else:
-            prefill += one
+    plans = [
+        (options.seq > 1, plan_step(model, options, geometry)) for options in prompt_steps(model, max_seq_len - 1 or 1)
+    ]
+    decode, prefill = (footprint(*(one for of_prompt, one in plans if of_prompt == wanted)) for wanted in (False, True))
     return MemoryReport(
         max_seq_len=max_seq_len,
         kv_dtype=kv_dtype,

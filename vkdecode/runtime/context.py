@@ -15,6 +15,7 @@ from vkdecode.graph import FUSIONS, Fusion, Graph, NodeId, Op, OptimizedGraph, S
 from vkdecode.runtime.executable import Executable, StorageCache
 from vkdecode.runtime.footprint import check_plan
 from vkdecode.runtime.plan import WORK_PER_SUBMISSION, buffer_of, check_topology, lower
+from vkdecode.runtime.slots import SlotPool
 from vkdecode.runtime.weight_layout import most_units
 
 
@@ -86,6 +87,7 @@ class InferenceContext:
         self.result_bytes_read = 0  # what the host has read of logits and candidates, over all steps
         self._decode_session: Any = None
         self._held: dict[Any, Closable] = {}
+        self._pool = SlotPool(device)
         self._closed = False
 
     def prebuild_optimized_as_with_env(
@@ -95,6 +97,7 @@ class InferenceContext:
         effects: Sequence[NodeId],
         bind: Callable[[Graph, Sequence[NodeId]], StorageCache],
         cut_after: Collection[Op] = (),
+        share_activations: bool = False,
     ) -> tuple[Prebuilt, StorageCache]:
         """Prepare (splice the device-to-host copy at the target), optimize, plan, and make the kernels ready.
 
@@ -104,6 +107,7 @@ class InferenceContext:
             effects: nodes realized for what they write.
             bind: gives the storages of the constants that the plan needs.
             cut_after: operations whose dispatch ends a submission.
+            share_activations: with the other plans of this context that say so; results are gone when one of them runs.
 
         Raises:
             DeviceError: the plan breaks a limit of the device; nothing was bound or allocated.
@@ -116,7 +120,8 @@ class InferenceContext:
         plan = lower(graph, optimized, self.device.lanes, cut_after, self._work_per_submission)
         check_plan(graph, plan, self.device.info, self.device.lanes)
         cache = bind(graph, plan.constants)
-        return Prebuilt(effective_target, optimized, Executable(self.device, plan, cache)), cache
+        pool = self._pool if share_activations else None
+        return Prebuilt(effective_target, optimized, Executable(self.device, plan, cache, pool)), cache
 
     def realize_prebuilt_as_with_env(self, graph: Graph, prebuilt: Prebuilt, env: SymEnv) -> NDArray[np.float32]:
         """Record and run a prebuilt graph once, without preparing or optimizing it again; the target's values, flat.

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import DeviceLostError
-from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, Storage, StorageKind, Sync, Upload, first_units
+from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, Storage, Sync, Upload, first_units
 from vkdecode.graph import NodeId, SymEnv
 from vkdecode.runtime.plan import Dispatch, Plan, steps_for
-from vkdecode.weights.dtypes import DType
+from vkdecode.runtime.slots import SlotPool
 
 # A NaN that no arithmetic gives: quiet NaNs from a shader carry no such payload.
 _UNWRITTEN = 0x7FEDDEAD
@@ -53,22 +53,23 @@ class Executable:
         device: where it runs.
         plan: what runs.
         cache: storages of the plan's constants; read now, and again for the nodes named to `rebind`.
+        pool: where activations come from that other plans use too; None for storages of its own.
 
     Attributes:
         bytes_read: how many bytes of results were copied out of the host-visible twins so far.
 
     """
 
-    def __init__(self, device: Device, plan: Plan, cache: StorageCache) -> None:
+    def __init__(self, device: Device, plan: Plan, cache: StorageCache, pool: SlotPool | None = None) -> None:
         self.plan = plan
         self._device = device
         self._constants = {node: cache[node] for node in plan.constants}
         self._slots: list[Storage] = []
+        self._shared = pool is not None
         self._algorithms: list[Algorithm] = []
         self.bytes_read = 0
         try:
-            for size in plan.slot_bytes:
-                self._slots.append(device.allocate(size, DType.F32, StorageKind.STAGED))
+            self._slots = (pool or SlotPool(device)).take(plan.slot_bytes)
             self._algorithms = list(self._make(range(len(plan.dispatches))).values())
         except BaseException:
             self.close()
@@ -162,11 +163,12 @@ class Executable:
         return words
 
     def close(self) -> None:
-        """Give the activations back and let go of the constants."""
+        """Give the activations back, unless another plan uses them, and let go of the constants."""
         self._algorithms.clear()
         self._constants = {}
-        for storage in self._slots:
-            storage.close()
+        if not self._shared:
+            for storage in self._slots:
+                storage.close()
         self._slots.clear()
 
     def _run(self, index: int, env: SymEnv) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -43,10 +44,14 @@ class PlanFootprint:
         )
 
 
-def footprint(graph: Graph, plan: Plan) -> PlanFootprint:
-    """What an executable of this plan allocates: each slot and each data constant with its twin."""
-    data = [node for node in plan.constants if graph.node(node).op is Op.DATA]
-    sizes = [*plan.slot_bytes, *(_plain_bytes(graph, node) for node in data)]
+def footprint(*plans: tuple[Graph, Plan]) -> PlanFootprint:
+    """What executables of these plans allocate that share their activations: slots and data, each with its twin."""
+    slots: Counter[int] = Counter()
+    sizes: list[int] = []
+    for graph, plan in plans:
+        slots |= Counter(plan.slot_bytes)
+        sizes += [_plain_bytes(graph, node) for node in plan.constants if graph.node(node).op is Op.DATA]
+    sizes += slots.elements()
     total = sum(map(storage_bytes, sizes))
     return PlanFootprint(total, total, 2 * len(sizes))
 
