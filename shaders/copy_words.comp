@@ -1,5 +1,7 @@
 #version 450
 // target[target_start + i] = source[source_start + i] for i < count: how storage without transfer usage is filled and read.
+#extension GL_EXT_control_flow_attributes : require
+
 layout(local_size_x_id = 0) in;
 layout(constant_id = 0) const uint WORKGROUP = 32;
 
@@ -12,7 +14,10 @@ layout(push_constant) uniform Push {
     uint count;
 };
 
+// A workgroup of a CPU driver costs more than a word, so each has many, whatever their number.
 void main() {
-    uint i = gl_GlobalInvocationID.y * gl_NumWorkGroups.x * WORKGROUP + gl_GlobalInvocationID.x;
-    if (i < count) target[target_start + i] = source[source_start + i];
+    const uint all = gl_NumWorkGroups.x * WORKGROUP;
+    [[dont_unroll]] for (uint i = gl_GlobalInvocationID.x; i < count; i += all) {
+        target[target_start + i] = source[source_start + i];
+    }
 }

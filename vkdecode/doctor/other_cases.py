@@ -188,7 +188,7 @@ def check_move(device: Device, lanes: Lanes, key: str) -> float:
     else:
         buffers = {"source": a, "target": unset(50)}
         push = {"source_start": 11, "target_start": 3, "count": 47}
-        expected, groups = a.reshape(-1)[11:58].astype(np.float64), (1, 2, 1)
+        expected, groups = a.reshape(-1)[11:58].astype(np.float64), (2, 1, 1)
     left = next(iter(run_kernel(device, key, buffers, spec, groups, push).values()))
     if key == "copy_words":
         if (left[:3] != UNSET).any():

@@ -16,6 +16,7 @@ from vkdecode.weights.dtypes import DType
 
 _CHUNK_BYTES = 4 << 20
 _WORKGROUP = 64
+_WORDS_EACH = 16
 
 
 class Uploader:
@@ -24,8 +25,7 @@ class Uploader:
     def __init__(self, device: Device, chunk_bytes: int = _CHUNK_BYTES) -> None:
         self._device = device
         self._host = device.allocate(min(chunk_bytes, device.largest_buffer_bytes), DType.U32, StorageKind.HOST)
-        self._target: Storage | None = None
-        self._algorithm: Algorithm | None = None
+        self._algorithms: dict[Storage, Algorithm] = {}  # by the whole target, since making one costs most of a piece
 
     def write(self, target: Storage, start_byte: int, values: NDArray[Any]) -> None:
         """Put an array's bytes (a multiple of 4) into `target` from a byte offset (a multiple of 4) on.
@@ -47,15 +47,15 @@ class Uploader:
             self._copy(target, start_byte // 4 + first, piece.size)
 
     def _copy(self, target: Storage, start_word: int, count: int) -> None:
-        if self._target is not target.whole or self._algorithm is None:
-            self._algorithm = copy_algorithm(self._device, self._host, target.whole, self._host.nbytes // 4)
-            self._target = target.whole
+        whole = target.whole
+        if whole not in self._algorithms:
+            self._algorithms[whole] = copy_algorithm(self._device, self._host, whole, self._host.nbytes // 4)
         push = {"source_start": 0, "target_start": target.first_byte // 4 + start_word, "count": count}
-        Recording(self._device, [Run(self._algorithm, push)]).submit()
+        Recording(self._device, [Run(self._algorithms[whole], push)]).submit()
 
     def close(self) -> None:
         """Give the host buffer back."""
-        self._target = self._algorithm = None
+        self._algorithms.clear()
         self._host.close()
 
 
@@ -76,14 +76,12 @@ def read_words(device: Device, source: Storage, chunk_bytes: int = _CHUNK_BYTES)
 
 
 def copy_algorithm(device: Device, source: Storage, target: Storage, most_words: int) -> Algorithm:
-    """A copy kernel for up to `most_words`, its workgroups folded to two axes."""
-    groups = -(-most_words // _WORKGROUP)
-    limit = device.info.limits.max_compute_work_group_count[0]
-    width = min(groups, limit)
+    """A copy kernel for up to `most_words`."""
+    groups = -(-most_words // (_WORKGROUP * _WORDS_EACH))
     return Algorithm(
         device,
         registry().get("copy_words"),
         [source, target],
         {"WORKGROUP": _WORKGROUP},
-        (width, -(-groups // width), 1),
+        (min(groups, device.info.limits.max_compute_work_group_count[0]), 1, 1),
     )

@@ -84,7 +84,7 @@ class Model:
         self._plan = plan_load(self, check=load)
         self._tensors.check_all_used()
         if load:
-            self.weight_store.load(self._plan.weights, progress)
+            self.weight_store.load(self._plan.weights, progress, source if open_source is None else None)
 
     @property
     def lanes(self) -> Lanes:

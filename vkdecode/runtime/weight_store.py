@@ -39,8 +39,12 @@ class WeightStore:
         self._storages: dict[WeightSpec, Storage] = {}
         self._closed = False
 
-    def load(self, specs: Iterable[WeightSpec], progress: Progress | None = None) -> None:
+    def load(
+        self, specs: Iterable[WeightSpec], progress: Progress | None = None, opened: WeightSource | None = None
+    ) -> None:
         """Upload all of these; `progress` is called with bytes done and bytes in all.
+
+        `opened` is the model file where it is open already; it stays so.
 
         Raises:
             VkDecodeError: a tensor is missing or mis-shaped, or memory runs out; what was taken here is given back.
@@ -50,7 +54,7 @@ class WeightStore:
         total = sum(self.nbytes(spec) for spec in wanted)
         self._check_fits(total)
         done = 0
-        source = self._open_source()
+        source = opened or self._open_source()
         uploader = Uploader(self.device)
         made: list[Storage] = []
         loaded: dict[WeightSpec, Storage] = {}
@@ -70,7 +74,8 @@ class WeightStore:
             raise
         finally:
             uploader.close()
-            source.close()
+            if opened is None:
+                source.close()
         self._storages |= loaded
 
     def get(self, spec: WeightSpec) -> Storage:

@@ -100,6 +100,23 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise self.error(f"{what} is not UTF-8 text") from error
 
+    def strings(self, count: int, what: str) -> list[str]:
+        """Read so many strings; a vocabulary has a hundred thousand, so one check stands for all."""
+        read, texts = self._file.read, []
+        for _ in range(count):
+            length = int.from_bytes(head := read(8), "little")
+            data = read(length) if length <= min(self.left - 8, _MAX_STRING) else b""
+            try:
+                if len(head) != 8 or len(data) != length:
+                    raise ValueError
+                texts.append(data.decode("utf-8"))
+            except ValueError:
+                self._file.seek(self.at)
+                texts.append(self.string(what))  # says what is wrong
+                continue
+            self.at += 8 + length
+        return texts
+
     def count(self, what: str, smallest: int) -> int:
         """Read a count of things that take at least `smallest` bytes each."""
         value = self.u64(what)
@@ -178,8 +195,8 @@ def _read_value(cursor: _Cursor, key: str, number: int) -> tuple[MetaValue, Meta
     if element is GGUFValueType.ARRAY:
         raise cursor.error(f"{key!r} is an array of arrays")
     if element is GGUFValueType.STRING:
-        texts = [cursor.string(f"a string of {key!r}") for _ in range(cursor.count(f"strings in {key!r}", 8))]
-        return texts, (kind, element)
+        count = cursor.count(f"strings in {key!r}", 8)
+        return cursor.strings(count, f"a string of {key!r}"), (kind, element)
     dtype = np.dtype(_SCALARS[element])
     length = cursor.count(f"values in {key!r}", dtype.itemsize)
     return np.frombuffer(cursor.take(length * dtype.itemsize, f"the value of {key!r}"), dtype), (kind, element)
