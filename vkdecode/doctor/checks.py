@@ -9,7 +9,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from vkdecode.doctor import linear_cases, other_cases, top_k_cases
+from vkdecode.doctor import expert_cases, linear_cases, other_cases, top_k_cases
 from vkdecode.doctor.dispatch import Wrong
 from vkdecode.doctor.engine import check_own, check_tiny
 from vkdecode.doctor.memory import check_allocations, check_transfer, measure_bandwidth
@@ -158,6 +158,7 @@ def _plain_families() -> list[tuple[str, Sequence[str], KernelCheck]]:
         ("kv_write", other_cases.KV_WRITE_KEYS, other_cases.check_kv_write),
         ("elementwise", other_cases.ELEMENTWISE_KEYS, other_cases.check_elementwise),
         ("rope and moves", other_cases.MOVE_KEYS, other_cases.check_move),
+        ("experts", expert_cases.EXPERT_KEYS, expert_cases.check_experts),
         ("group maxima", top_k_cases.GROUP_MAX_KEYS, top_k_cases.check_group_max),
     ]
 
