@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -12,11 +13,14 @@ import pytest
 from stepping import run, token_ids
 from tiny_llama import TINY, golden
 
+from vkdecode.bench.memory import rss_bytes
 from vkdecode.errors import DeviceError, InvalidInputError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Storage
 from vkdecode.loading import load
 from vkdecode.models import Model
 from vkdecode.runtime import InferenceContext
+from vkdecode.sampling import Sampler
+from vkdecode.token_model import KvFeed
 
 MODELS = [("llama", None, "f32"), ("llama", "f16", "f16"), ("llama-tied-mqa", None, "f32"), ("phi", "bf16", "f32")]
 
@@ -135,3 +139,30 @@ def test_a_prompt_runs_where_only_single_tokens_fit_a_buffer(llama: Model, monke
         assert np.abs(found - reference.logits[:6]).max() <= 1e-4
         assert np.abs(run(llama, reference.input_ids[6:], kv, context) - reference.logits[-1]).max() <= 1e-4
         assert context.stats.prefill_plans_built == 0
+
+
+def test_tokens_on_the_device_offset_path_leave_nothing_behind(llama: Model) -> None:
+    """The allocator takes some thousand tokens to settle; recordings or algorithms for each would be far above that."""
+    with closing(llama.new_kv_cache(64)) as kv, InferenceContext(llama.device) as context:
+        feed, sampler = KvFeed(llama, 64, kv, context), Sampler()
+
+        def tokens(count: int) -> int:
+            token = 1
+            for _ in range(count):
+                if kv.cached_len == 60:
+                    kv.truncate_to(3)
+                token = feed.next_token([token], sampler)
+            gc.collect()
+            held = rss_bytes()
+            assert held is not None
+            return held
+
+        before = tokens(500)
+        session = context.take_decode_session()
+        nodes, device_bytes = session.graph_node_count, llama.device.allocated_bytes
+        context.put_decode_session(session)
+        growth = tokens(3000) - before
+        assert session.graph_node_count == nodes
+        assert llama.device.allocated_bytes == device_bytes
+        assert (context.stats.plans_built, context.stats.recordings_made) == (1, 1)
+        assert growth < 4 << 20
