@@ -10,19 +10,21 @@ import pytest
 from gguf_converter import NAMES
 from model_files import TINY, convert_tiny
 from numpy.typing import NDArray
+from rungs import CONTRACT, check_reference, prompt_and_decode
 from safetensors.numpy import save_file
 from stepping import Logits, furthest
 
+from vkdecode.decode import DecodeMode
 from vkdecode.gpu import Device
 from vkdecode.loading import load
+from vkdecode.runtime import InferenceContext
 from vkdecode.weights import WeightSource, open_weights
 from vkdecode.weights.blocks import decode_rows, ggml_type
 
 
-def all_logits(path: Path, name: str, device: Device, weights: str | None = None) -> Logits:
-    tokens = [token for part in ("input_ids", "decode_ids") for token in np.load(TINY / name / "expected.npz")[part]]
-    with load(path, device=device, weights=weights) as model, closing(model.new_kv_cache(len(tokens))) as kv:
-        return model.forward(tokens, kv, "all")
+def prompt_and_four_tokens(path: Path, name: str, device: Device, weights: str | None = None) -> tuple[Logits, Logits]:
+    with load(path, device=device, weights=weights) as model, InferenceContext(device) as context:
+        return prompt_and_decode(model, name, DecodeMode(), context, tokens=4)
 
 
 def values(source: WeightSource, name: str) -> NDArray[np.float32]:
@@ -35,10 +37,8 @@ def values(source: WeightSource, name: str) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_of_plain_numbers_gives_the_reference_logits(tmp_path: Path, device: Device, name: str) -> None:
-    expected = np.load(TINY / name / "expected.npz")
-    logits = np.concatenate([expected["logits"], expected["decode_logits"]])
-    found = all_logits(convert_tiny(tmp_path / "m.gguf", TINY / name), name, device)
-    assert furthest(found, logits) <= 2e-3
+    path = convert_tiny(tmp_path / "m.gguf", TINY / name)
+    check_reference(name, *prompt_and_four_tokens(path, name, device))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,6 +49,6 @@ def test_a_file_of_blocks_gives_the_logits_of_its_values(tmp_path: Path, device:
     with closing(open_weights(path)) as source:
         save_file({tensor: values(source, tensor) for tensor in source.names()}, folder / "model.safetensors")
     (folder / "config.json").write_text((TINY / name / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
-    found = all_logits(path, name, device)
-    # Blocks may be held as they are or as f16.
-    assert min(furthest(found, all_logits(folder, name, device, weights)) for weights in ("f16", "f32")) <= 2e-3
+    found = prompt_and_four_tokens(path, name, device)
+    wanted = prompt_and_four_tokens(folder, name, device, "f32")
+    assert max(furthest(one, other) for one, other in zip(found, wanted, strict=True)) <= CONTRACT
