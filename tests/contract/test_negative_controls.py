@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,6 +13,7 @@ from tiny_llama import PATHS
 
 from vkdecode.decode import DecodeSession, DecodeTokenData, StepOptions, build_session, step_data
 from vkdecode.decode.captured import CapturedDecodeSession
+from vkdecode.gpu import Device
 from vkdecode.graph import SymEnv
 from vkdecode.models import Model
 from vkdecode.runtime import InferenceContext
@@ -37,24 +40,48 @@ class Wrong:
     mask_rows: int | None = None
 
 
-def decode(model: Model, way: tuple[str, str, str], wrong: Wrong = Wrong()) -> list[Logits]:
-    """Logits of all tokens, where one step is bound wrongly."""
-    kv_offset, arm, rung = way
-    kv = model.new_kv_cache(ROWS)
-    with InferenceContext(model.device) as context:
-        session = build_session(model, StepOptions(1, "last", kv_offset, arm), kv, context)
-        capture = CapturedDecodeSession.capture(session) if rung == "captured" else None
+class Way:
+    """A session of one path that decodes the tokens by hand on one rung, each time into a cache of its own."""
+
+    def __init__(self, model: Model, kv_offset: str, arm: str, rung: str) -> None:
+        self.kv_offset, self.arm = kv_offset, arm
+        self._model, self._captured = model, rung == "captured"
+        self._context, self._kv = InferenceContext(model.device), model.new_kv_cache(ROWS)
+        self._session = build_session(model, StepOptions(1, "last", kv_offset, arm), self._kv, self._context)
+        self._right = self._decode(Wrong())
+
+    def moved(self, wrong: Wrong) -> list[bool]:
+        """For each token, whether its logits differ from those of a run that is bound rightly."""
+        pairs = zip(self._right, self._decode(wrong), strict=True)
+        return [not np.array_equal(right, other) for right, other in pairs]
+
+    def close(self) -> None:
+        self._session.close()
+        self._kv.close()
+        self._context.close()
+
+    def _decode(self, wrong: Wrong) -> list[Logits]:
+        """Logits of all tokens, where one step is bound wrongly."""
+        kv, session = self._model.new_kv_cache(ROWS), self._session
+        assert session.rebind_kv(kv) is None
+        self._kv.close()
+        self._kv = kv
+        capture = CapturedDecodeSession.capture(session) if self._captured else None
         logits = []
         for number, token in enumerate(TOKENS):
-            data = step_data(model, session, np.array([token], np.uint32), number)
+            data = step_data(self._model, session, np.array([token], np.uint32), number)
             env = session.per_token_sym_env(number)
             if number == WRONG_STEP:
                 data, env = _wrongly(session, data, number, wrong)
             run = session.realize_token if capture is None else capture.replay_token
-            logits.append(run(model.device, data, env))
-        session.close()
-    kv.close()
-    return logits
+            logits.append(run(self._model.device, data, env))
+        return logits
+
+
+@pytest.fixture(params=WAYS, ids="-".join, scope="module")
+def way(request: pytest.FixtureRequest, tiny_models: Callable[..., Model], device: Device) -> Iterator[Way]:
+    with closing(Way(tiny_models("llama", device), *request.param)) as made:
+        yield made
 
 
 def _wrongly(
@@ -75,46 +102,29 @@ def _wrongly(
     return data, env
 
 
-def moved(model: Model, way: tuple[str, str, str], wrong: Wrong) -> list[bool]:
-    """For each token, whether its logits differ from those of a run that is bound rightly."""
-    pairs = zip(decode(model, way), decode(model, way, wrong), strict=True)
-    return [not np.array_equal(right, other) for right, other in pairs]
-
-
 NEVER = [False] * len(TOKENS)
 AT_ONCE = [number >= WRONG_STEP for number in range(len(TOKENS))]
 AFTERWARDS = [number > WRONG_STEP for number in range(len(TOKENS))]
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_cached_len_is_live_on_the_symenv_path_only(llama: Model, way: tuple[str, str, str]) -> None:
-    found = moved(llama, way, Wrong(cached_len=0))
-    assert found == (AFTERWARDS if way[0] == "symenv" else NEVER)
+def test_cached_len_is_live_on_the_symenv_path_only(way: Way) -> None:
+    assert way.moved(Wrong(cached_len=0)) == (AFTERWARDS if way.kv_offset == "symenv" else NEVER)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_attended_len_is_live_in_the_bounded_arm_of_the_symenv_path_only(
-    llama: Model, way: tuple[str, str, str]
-) -> None:
-    found = moved(llama, way, Wrong(attended_len=2))
-    assert found == (AT_ONCE if way[:2] == ("symenv", "bounded") else NEVER)
+def test_attended_len_is_live_in_the_bounded_arm_of_the_symenv_path_only(way: Way) -> None:
+    found = way.moved(Wrong(attended_len=2))
+    assert found == (AT_ONCE if (way.kv_offset, way.arm) == ("symenv", "bounded") else NEVER)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_the_offset_data_is_live_on_the_device_offset_path_only(llama: Model, way: tuple[str, str, str]) -> None:
-    found = moved(llama, way, Wrong(offset=(0, WRONG_STEP + 1)))
-    assert found == (AFTERWARDS if way[0] == "device" else NEVER)
+def test_the_offset_data_is_live_on_the_device_offset_path_only(way: Way) -> None:
+    found = way.moved(Wrong(offset=(0, WRONG_STEP + 1)))
+    assert found == (AFTERWARDS if way.kv_offset == "device" else NEVER)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_the_attended_length_among_the_offset_data_is_live_in_the_bounded_arm_only(
-    llama: Model, way: tuple[str, str, str]
-) -> None:
-    found = moved(llama, way, Wrong(offset=(WRONG_STEP, 2)))
-    assert found == (AT_ONCE if way[:2] == ("device", "bounded") else NEVER)
+def test_the_attended_length_among_the_offset_data_is_live_in_the_bounded_arm_only(way: Way) -> None:
+    found = way.moved(Wrong(offset=(WRONG_STEP, 2)))
+    assert found == (AT_ONCE if (way.kv_offset, way.arm) == ("device", "bounded") else NEVER)
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_the_mask_is_live_in_the_masked_arm_only(llama: Model, way: tuple[str, str, str]) -> None:
-    found = moved(llama, way, Wrong(mask_rows=1))
-    assert found == (AT_ONCE if way[1] == "masked" else NEVER)
+def test_the_mask_is_live_in_the_masked_arm_only(way: Way) -> None:
+    assert way.moved(Wrong(mask_rows=1)) == (AT_ONCE if way.arm == "masked" else NEVER)
