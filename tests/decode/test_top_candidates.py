@@ -78,30 +78,42 @@ def chosen(model: Any, params: SamplingParams, kv: KvCache, context: InferenceCo
     return found
 
 
-@pytest.mark.parametrize("rung", ["captured", "held", "rebuild"])
+def check_steps(
+    model: Model,
+    kv: KvCache,
+    context: InferenceContext,
+    mode: DecodeMode,
+    steps: Sequence[Sequence[int]],
+    counts: Sequence[int],
+) -> None:
+    """Candidates of steps from an empty cache against the whole rows."""
+    kv.truncate_to(0)
+    for tokens in steps:
+        start = kv.cached_len
+        row = run(model, tokens, kv, context, mode)
+        for count in counts:
+            kv.truncate_to(start)
+            check_best(model.top_candidates(tokens, kv, context, count, mode), row, count)
+    assert kv.cached_len == sum(map(len, steps))
+
+
 @pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
 @pytest.mark.parametrize("lanes", ["subgroup", "shared"])
 def test_the_candidates_are_the_best_of_the_row(
-    tiny_models: Callable[..., Model],
-    device: Device,
-    shared_device: Device,
-    lanes: str,
-    kv_offset: str,
-    arm: str,
-    rung: str,
+    tiny_models: Callable[..., Model], device: Device, shared_device: Device, lanes: str, kv_offset: str, arm: str
 ) -> None:
-    model, mode = (
-        tiny_models("llama", device if lanes == "subgroup" else shared_device),
-        DecodeMode(rung, kv_offset, arm),
-    )
+    model = tiny_models("llama", device if lanes == "subgroup" else shared_device)
     with InferenceContext(model.device) as context, closing(model.new_kv_cache(64)) as kv:
-        for tokens in (PROMPT[:5], [7], [9], PROMPT[:3]):
-            start = kv.cached_len
-            row = run(model, tokens, kv, context, mode)
-            for count in (1, 2, 64):
-                kv.truncate_to(start)
-                check_best(model.top_candidates(tokens, kv, context, count, mode), row, count)
-        assert kv.cached_len == 10
+        for rung in ("captured", "held"):
+            steps = (PROMPT[:5], [7], [9], PROMPT[:3])
+            check_steps(model, kv, context, DecodeMode(rung, kv_offset, arm), steps, (1, 2, 64))
+
+
+@pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
+def test_so_they_are_where_each_step_is_built_anew(
+    llama: Model, kv: KvCache, context: InferenceContext, kv_offset: str, arm: str
+) -> None:
+    check_steps(llama, kv, context, DecodeMode("rebuild", kv_offset, arm), (PROMPT[:5], [7]), (1, 64))
 
 
 @pytest.mark.parametrize("name", ["llama-bias-headdim", "llama-tied-mqa", "phi"])

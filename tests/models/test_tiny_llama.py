@@ -18,13 +18,14 @@ from vkdecode.runtime import InferenceContext
 
 ROUNDING = 1e-4
 F16_KV = 2e-2
+# What turns the angles differs in the checkpoints that are named after it, not what attends.
+ALL_PATHS = [(name, *path) for name in NAMES for path in ((PATHS[0], PATHS[2]) if "rope" in name else PATHS)]
 SHARED = [(name, *PATHS[0]) for name in NAMES] + [("llama", *path) for path in PATHS[1:]]
 
 TinyModels = Callable[..., Model]
 
 
-@pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "kv_offset", "arm"), ALL_PATHS)
 def test_all_rungs_give_the_reference_and_agree_to_the_bit(
     tiny_models: TinyModels, device: Device, name: str, kv_offset: str, arm: str
 ) -> None:
