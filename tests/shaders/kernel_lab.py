@@ -58,6 +58,9 @@ EXPECTED_LANES = "VKDECODE_TEST_LANES"
 TURN = {"4": 1, "16": 2}.get(os.environ.get(EXPECTED_LANES, ""), 0)
 """Which of its shapes a kernel is tested with: another one at each width."""
 
+HERE = {0: (0, 2), 1: (1,), 2: (3,)}[TURN]
+"""Of cases numbered modulo 4, those that are run at this width: half at the device's own, a quarter at each other."""
+
 DISPATCHED_FILE = "VKDECODE_TEST_DISPATCHED"
 """Where to leave the keys of all kernels that this process dispatched, one a line."""
 
@@ -241,9 +244,9 @@ def tiled(rows: NDArray[Any], tile: int) -> Words:
     padded[:, :columns] = rows
     words = padded.view(np.uint32)
     out = np.zeros(slots * row_words, np.uint32)
-    for slot, word in itertools.product(range(slots), range(row_words)):
-        block, inside = divmod(slot, 4 * tile)
-        out[((block * row_words + word) * tile + inside % tile) * 4 + inside // tile] = words[slot, word]
+    slot, word = np.ogrid[:slots, :row_words]
+    block, inside = np.divmod(slot, 4 * tile)
+    out[((block * row_words + word) * tile + inside % tile) * 4 + inside // tile] = words
     return out
 
 

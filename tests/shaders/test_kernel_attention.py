@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from kernel_lab import (
     F32,
     F64,
+    HERE,
     TURN,
     Trial,
     Words,
@@ -281,38 +283,53 @@ def test_attention(key: str, shape: Shape) -> None:
 
 # A decode step, and a prefill with several tokens in a workgroup, so that a window ends inside of one.
 WINDOWED = [Shape(1, 4, 4, 1, 20, 37, 1, (1,), 16, True, 0.3), Shape(2, 2, 2, 2, 20, 37, 8, (7,), 8, False, 0.3)]
+WINDOWS = (1, 2, 5, 8, 16, 19)
+CAPS = ((3.0, False, 0), (50.0, False, 5), (0.0, True, 0), (2.0, True, 3))  # cap, whether heads have sinks, window
 
 
-@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("window", [1, 2, 5, 8, 16, 19])
-def test_a_window_hides_what_a_mask_would_at_every_length(form: tuple[str, str, int], lanes: str, window: int) -> None:
-    arm, offset, write = form
-    for shape in WINDOWED:
-        key = f"attention LANES={lanes} KV=f32 QUERIES=4 ARM={arm} OFFSET={offset} WRITE={write}"
-        problem = Problem(key, replace(shape, window=window))
-        for cached in range(shape.max_seq - shape.room + 1):
-            problem.draw(cached, shape.counts[0])
-            problem.check(cached, problem.run(cached))
-        problem.trial.close()
+def here(varied: Sequence[Any]) -> list[Any]:
+    """The part of forms x lanes x shapes x `varied` that this width runs; each of them is run at one of the widths."""
+    numbered = itertools.product(*map(enumerate, (FORMS, ("subgroup", "shared"), WINDOWED, varied)))
+    return [
+        pytest.param(form, lanes, shape, value, id=f"{'-'.join(map(str, form))}-{lanes}-{number}-{value}")
+        for (at, form), (side, lanes), (number, shape), (index, value) in numbered
+        if (at + 2 * side + number + index) % 4 in HERE
+    ]
 
 
-@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize(
-    ("cap", "sinks", "window"), [(3.0, False, 0), (50.0, False, 5), (0.0, True, 0), (2.0, True, 3)]
-)
-def test_scores_may_have_a_cap_and_heads_a_sink(
-    form: tuple[str, str, int], lanes: str, cap: float, sinks: bool, window: int
+def test_the_cases_of_this_width_hold_each_pair_of_axes() -> None:
+    for varied in (WINDOWS, CAPS):
+        cases = [case.values for case in here(varied)]
+        axes = dict(enumerate((FORMS, ("subgroup", "shared"), WINDOWED, varied)))
+        for one, other in itertools.combinations(axes, 2):
+            assert {(case[one], case[other]) for case in cases} == set(itertools.product(axes[one], axes[other]))
+
+
+@pytest.mark.parametrize(("form", "lanes", "shape", "window"), here(WINDOWS))
+def test_a_window_hides_what_a_mask_would_at_every_length(
+    form: tuple[str, str, int], lanes: str, shape: Shape, window: int
 ) -> None:
     arm, offset, write = form
-    for shape in WINDOWED:
-        key = f"attention LANES={lanes} KV=f16 QUERIES=4 ARM={arm} OFFSET={offset} WRITE={write}"
-        problem = Problem(key, replace(shape, window=window, cap=cap, sinks=sinks, scale=1.5))
-        for cached in (0, 1, 7, 23):
-            problem.draw(cached, shape.counts[0])
-            problem.check(cached, problem.run(cached))
-        problem.trial.close()
+    key = f"attention LANES={lanes} KV=f32 QUERIES=4 ARM={arm} OFFSET={offset} WRITE={write}"
+    problem = Problem(key, replace(shape, window=window))
+    for cached in range(shape.max_seq - shape.room + 1):
+        problem.draw(cached, shape.counts[0])
+        problem.check(cached, problem.run(cached))
+    problem.trial.close()
+
+
+@pytest.mark.parametrize(("form", "lanes", "shape", "scores"), here(CAPS))
+def test_scores_may_have_a_cap_and_heads_a_sink(
+    form: tuple[str, str, int], lanes: str, shape: Shape, scores: tuple[float, bool, int]
+) -> None:
+    arm, offset, write = form
+    cap, sinks, window = scores
+    key = f"attention LANES={lanes} KV=f16 QUERIES=4 ARM={arm} OFFSET={offset} WRITE={write}"
+    problem = Problem(key, replace(shape, window=window, cap=cap, sinks=sinks, scale=1.5))
+    for cached in (0, 1, 7, 23):
+        problem.draw(cached, shape.counts[0])
+        problem.check(cached, problem.run(cached))
+    problem.trial.close()
 
 
 def test_a_capped_score_neither_overflows_nor_loses_its_sign() -> None:

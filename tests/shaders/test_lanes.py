@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,63 +22,14 @@ CACHE = FOLDER.parents[1] / ".cache"
 IN_CHILD = EXPECTED_LANES in os.environ
 
 
-@dataclass(frozen=True)
-class Run:
-    """What one process left."""
-
-    output: str
-    status: int
-    tests: int
-    passed: int
-    dispatched: list[str]
-
-
-def start(lanes: int, folder: Path) -> subprocess.Popen[str]:
-    environment = {
+def environment(lanes: int, dispatched: Path) -> dict[str, str]:
+    return {
         **os.environ,
         "LP_NATIVE_VECTOR_WIDTH": str(WIDTHS_BITS[lanes]),
         "MESA_SHADER_CACHE_DIR": str(CACHE / f"mesa-{WIDTHS_BITS[lanes]}"),
         EXPECTED_LANES: str(lanes),
-        DISPATCHED_FILE: str(folder / f"dispatched-{lanes}"),
+        DISPATCHED_FILE: str(dispatched),
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
-    # The tests that a wrong result is noticed are about the comparison, which is the same at each width.
-    command += ["-k", "not is_noticed"]
-    report = folder / f"report-{lanes}.xml"
-    return subprocess.Popen(
-        [*command, f"--junit-xml={report}", str(FOLDER)],
-        env=environment,
-        cwd=FOLDER.parents[1],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(lanes: int, process: subprocess.Popen[str], folder: Path) -> Run:
-    output, _ = process.communicate()
-    report = folder / f"report-{lanes}.xml"
-    if not report.exists():
-        return Run(output, process.returncode, 0, 0, [])
-    suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
-    names = ("tests", "failures", "errors", "skipped")
-    counts = [{name: int(suite.get(name, "0")) for name in names} for suite in suites]
-    tests = sum(count["tests"] for count in counts)
-    lost = sum(count["failures"] + count["errors"] + count["skipped"] for count in counts)
-    dispatched = (folder / f"dispatched-{lanes}").read_text().splitlines()
-    return Run(output, process.returncode, tests, tests - lost, dispatched)
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
-    """The other widths' runs, side by side."""
-    folder = tmp_path_factory.mktemp("lanes")
-    processes = {lanes: start(lanes, folder) for lanes in WIDTHS_BITS if lanes != subgroup()}
-    try:
-        return {lanes: finish(lanes, process, folder) for lanes, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.kill()
 
 
 def test_the_device_has_the_expected_subgroups() -> None:
@@ -89,10 +39,24 @@ def test_the_device_has_the_expected_subgroups() -> None:
 
 if not IN_CHILD:
 
-    def test_every_kernel_passes_at_every_other_width(runs: dict[int, Run]) -> None:
-        assert len(runs) >= 2
-        for lanes, run in runs.items():
-            assert run.status == 0, f"{lanes} lanes:\n{run.output}"
-            assert run.passed == run.tests, f"{lanes} lanes:\n{run.output}"
-            assert run.tests > len(registry().keys())
-            assert run.dispatched == registry().keys()
+    @pytest.mark.parametrize("number", range(len(WIDTHS_BITS) - 1))
+    def test_every_kernel_passes_at_every_other_width(number: int, tmp_path: Path) -> None:
+        lanes = [width for width in WIDTHS_BITS if width != subgroup()][number]
+        report, dispatched = tmp_path / "report.xml", tmp_path / "dispatched"
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", "--color=no"]
+        # The tests that a wrong result is noticed are about the comparison, which is the same at each width.
+        command += ["-k", "not is_noticed", f"--junit-xml={report}", str(FOLDER)]
+        done = subprocess.run(
+            command, env=environment(lanes, dispatched), cwd=FOLDER.parents[1], capture_output=True, text=True
+        )
+        output = f"{lanes} lanes:\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, output
+        suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
+        counts = {
+            name: sum(int(suite.get(name, "0")) for suite in suites)
+            for name in ("tests", "failures", "errors", "skipped")
+        }
+        tests = counts.pop("tests")
+        assert not any(counts.values()), output
+        assert tests > len(registry().keys())
+        assert dispatched.read_text().splitlines() == registry().keys()
