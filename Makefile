@@ -46,10 +46,10 @@ lint: ready
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-# The tests of pure logic run first: they take seconds and need no device.
+# The tests of pure logic run first: they take seconds and need no device. The others take up to 2 GB for each process.
 test: lint
 	.venv/bin/pytest tests/pure
-	.venv/bin/pytest tests --ignore=tests/pure
+	.venv/bin/pytest tests --ignore=tests/pure --numprocesses=auto --maxprocesses=4 --dist=worksteal
 
 format: ready
 	.venv/bin/ruff check --fix .

@@ -19,8 +19,14 @@ sys.path.insert(0, str(Path(__file__).with_name("pure")))
 # Started in the background, as some CI runners do, a process ignores Ctrl-C, and so would what the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+LONGEST = ("tests/shaders/test_lanes.py", "tests/validation/")
 TINY = Path(__file__).with_name("data") / "tiny"
 TinyModels = Callable[..., Model]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest tests first, so that no process is left alone with one at the end."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 @pytest.fixture(scope="session")
