@@ -1,8 +1,9 @@
 """Everything that records a sequence, run once for a kernel form; started by the test under the validation layer.
 
-Arguments: the kernel form, a tiny checkpoint's folder, and what to do: `whole`, the number of the ordering step to
-leave out of each decode recording, `reach` or `reach-decode` (little work, for a layer that makes each kernel slow to
-compile), `doctor`, or `too-far` (a kernel that reads one word past its buffer). Prints what it ran.
+Arguments: the kernel form, a tiny checkpoint's folder, and what to do: `whole`, `both-offsets` (on one path of each KV
+offset instead of all), the number of the ordering step to leave out of each decode recording, `doctor`, `too-far` (a
+kernel that reads one word past its buffer), or `reach-` with a KV offset, an arm and, where prompts are run too,
+`-prompt` (little work, for a layer that makes each kernel slow to compile). Prints what it ran.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from vkdecode.runtime import InferenceContext
 from vkdecode.weights import DType
 
 PATHS = (("device", "bounded"), ("device", "masked"), ("symenv", "masked"), ("symenv", "bounded"))
+WHOLE = {"whole": PATHS, "both-offsets": PATHS[:3:2]}
 
 
 def leave_out(number: int) -> None:
@@ -37,55 +39,88 @@ def leave_out(number: int) -> None:
     vars(executable_module)["Recording"] = Incomplete
 
 
-def work(lanes: str, folder: Path, only_decode: bool) -> None:
-    with np.load(folder / "expected.npz") as arrays:
-        prompt, decode = arrays["input_ids"].tolist(), arrays["decode_ids"].tolist()
+def work(lanes: str, folder: Path, paths: Sequence[tuple[str, str]]) -> None:
+    """Everything on each of the paths, the held rung with the plans of the captured one, and once without fusions."""
+    prompt, decode = tokens_of(folder)
     with Device(0, lanes=lanes) as device, load(folder, device=device) as model:
-        for kv_offset, arm in PATHS[:1] if only_decode else PATHS:
-            for rung in ("captured",) if only_decode else ("captured", "held", "rebuild"):
-                mode = DecodeMode(rung, kv_offset, arm)
-                with InferenceContext(device) as context, closing(model.new_kv_cache(64)) as kv:
-                    if not only_decode:
-                        run(model, prompt, kv, context, mode)
-                        run(model, prompt[:17], kv, context, mode, "all")
-                    for token in decode[:3]:
-                        model.top_candidates([token], kv, context, 40, mode)
-                    if not only_decode:
-                        model.top_candidates(prompt[:7], kv, context, 40, mode)
-                        model.top_candidates(decode[3:4], kv, context, 1, mode)
-                        for token in decode[:2]:
-                            run(model, [token], kv, context, mode)
-                        kv.clear()
-                        run(model, prompt[:2], kv, context, mode)
-                        run(model, prompt[2:3], kv, context, mode)
-                        read_words(device, kv.layers[0].k)
-                print(f"ran {device.lanes.form} {kv_offset} {arm} {rung}")
-        if not only_decode:
-            with InferenceContext(device, fusions=()) as context, closing(model.new_kv_cache(64, "f16")) as kv:
-                run(model, prompt, kv, context, DecodeMode())
-                run(model, decode[:1], kv, context, DecodeMode())
-            print("ran without fusions")
+        for path in paths:
+            with InferenceContext(device) as context:
+                for rung in ("captured", "held"):
+                    with closing(model.new_kv_cache(64)) as kv:
+                        steps(model, prompt, decode, kv, context, DecodeMode(rung, *path))
+                    print("ran", device.lanes.form, *path, rung)
+            # What is built anew is recorded as a held plan is, so a step of each kind does.
+            mode = DecodeMode("rebuild", *path)
+            with InferenceContext(device) as context, closing(model.new_kv_cache(64)) as kv:
+                run(model, prompt[:7], kv, context, mode)
+                model.top_candidates(decode[:1], kv, context, 40, mode)
+                run(model, decode[1:2], kv, context, mode)
+            print("ran", device.lanes.form, *path, "rebuild")
+        with InferenceContext(device, fusions=()) as context, closing(model.new_kv_cache(64, "f16")) as kv:
+            run(model, prompt, kv, context, DecodeMode())
+            run(model, decode[:1], kv, context, DecodeMode())
+        print("ran without fusions")
 
 
-def reach(lanes: str, folder: Path, prompts: bool) -> None:
-    """A prompt chunk that is not full, decoding on both KV-offset paths, a re-bind, and reading a cache back."""
+def steps(
+    model: Model, prompt: list[int], decode: list[int], kv: KvCache, context: InferenceContext, mode: DecodeMode
+) -> None:
+    """Prompts, single tokens and candidates, a re-bind, and reading a cache back."""
+    run(model, prompt, kv, context, mode)
+    run(model, prompt[:17], kv, context, mode, "all")
+    for token in decode[:3]:
+        model.top_candidates([token], kv, context, 40, mode)
+    model.top_candidates(prompt[:7], kv, context, 40, mode)
+    model.top_candidates(decode[3:4], kv, context, 1, mode)
+    for token in decode[:2]:
+        run(model, [token], kv, context, mode)
+    kv.clear()
+    run(model, prompt[:2], kv, context, mode)
+    run(model, prompt[2:3], kv, context, mode)
+    read_words(model.device, kv.layers[0].k)
+
+
+def decode_only(lanes: str, folder: Path) -> None:
+    """Candidates of three tokens through one recording."""
+    _, decode = tokens_of(folder)
+    with (
+        Device(0, lanes=lanes) as device,
+        load(folder, device=device) as model,
+        InferenceContext(device) as context,
+        closing(model.new_kv_cache(64)) as kv,
+    ):
+        for token in decode[:3]:
+            model.top_candidates([token], kv, context, 40, DecodeMode("captured", *PATHS[0]))
+    print("ran", lanes, *PATHS[0], "captured")
+
+
+def tokens_of(folder: Path) -> tuple[list[int], list[int]]:
+    """The reference's prompt, and the tokens after it."""
     with np.load(folder / "expected.npz") as arrays:
-        prompt = arrays["input_ids"].tolist()
-    with Device(0, lanes=lanes) as device, load(folder, device=device) as model:
-        for kv_offset, arm in PATHS[:3:2]:
-            mode = DecodeMode("captured", kv_offset, arm)
-            with InferenceContext(device) as context, closing(model.new_kv_cache(21)) as kv:
-                if prompts and kv_offset == "device":
-                    run(model, prompt[:13], kv, context, mode)
-                for token in prompt[:3]:
-                    run(model, [token], kv, context, mode)
-                for count in (1, 40):
-                    model.top_candidates(prompt[:1], kv, context, count, mode)
-                kv.clear()
-                run(model, prompt[:1], kv, context, mode)
-                assert context.stats.rebinds >= 1
-                read_words(device, kv.layers[0].k)
-            print(f"ran {device.lanes.form} {kv_offset} {arm} captured")
+        return arrays["input_ids"].tolist(), arrays["decode_ids"].tolist()
+
+
+def reach(lanes: str, folder: Path, path: tuple[str, str], prompts: bool) -> None:
+    """Decoding, candidates, a re-bind and reading a cache back, and before it a prompt chunk that is not full."""
+    prompt, _ = tokens_of(folder)
+    mode = DecodeMode("captured", *path)
+    with (
+        Device(0, lanes=lanes) as device,
+        load(folder, device=device) as model,
+        InferenceContext(device) as context,
+        closing(model.new_kv_cache(21)) as kv,
+    ):
+        if prompts:
+            run(model, prompt[:13], kv, context, mode)
+        for token in prompt[:3]:
+            run(model, [token], kv, context, mode)
+        for count in (1, 40):
+            model.top_candidates(prompt[:1], kv, context, count, mode)
+        kv.clear()
+        run(model, prompt[:1], kv, context, mode)
+        assert context.stats.rebinds >= 1
+        read_words(device, kv.layers[0].k)
+    print("ran", lanes, *path, "captured")
 
 
 def too_far() -> None:
@@ -112,9 +147,11 @@ if __name__ == "__main__":
             faults = examine(device).faults
             print(*(f"fault: {fault}" for fault in faults), "ran the doctor", sep="\n")
     elif what.startswith("reach"):
-        reach(form, Path(where), prompts=what == "reach")
+        _, kv_offset, arm = what.split("-")[:3]
+        reach(form, Path(where), (kv_offset, arm), prompts=what.endswith("-prompt"))
+    elif what in WHOLE:
+        work(form, Path(where), WHOLE[what])
     else:
-        if what != "whole":
-            leave_out(int(what))
-        work(form, Path(where), only_decode=what != "whole")
+        leave_out(int(what))
+        decode_only(form, Path(where))
     print("done")
