@@ -1,4 +1,4 @@
-"""Fresh memory that holds NaN: what relies on zeroed memory gives a wrong answer under it."""
+"""Memory that holds NaN: what relies on zeroed memory, or on rows that it did not write, gives a wrong answer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vkdecode.gpu import Algorithm, Device, Recording, Run, Storage, StorageKind, Upload, registry
+from vkdecode.decode import KvCache
+from vkdecode.gpu import Algorithm, Device, Recording, Run, Storage, StorageKind, Upload, Uploader, registry
 from vkdecode.weights.dtypes import DType
 
 # NaN as float32 and in both halves as f16 and bf16; as an id or a count far out of range.
@@ -36,6 +37,19 @@ def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(Device, "allocate", poisoning)
     return poisoned
+
+
+def poison_storages(device: Device, *storages: Storage) -> None:
+    """Fill storages: a kernel that still reads them shows it."""
+    uploader = Uploader(device, max(storage.nbytes for storage in storages))
+    for storage in storages:
+        uploader.write(storage, 0, np.full(storage.nbytes // 4, POISON))
+    uploader.close()
+
+
+def poison_cache(device: Device, kv: KvCache) -> None:
+    """Fill a cache's rows: its memory may have been another one's, whose rows hide that a step wrote none."""
+    poison_storages(device, *(storage for layer in kv.layers for storage in (layer.k, layer.v)))
 
 
 def _copy(device: Device, source: Storage, target: Storage) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 import numpy as np
+from poison import poison_cache
 from stepping import Logits, furthest, one_by_one, run
 from tiny_llama import golden
 
@@ -22,6 +23,7 @@ def prompt_and_decode(
     """Logits of all prompt tokens in one call, then of the next tokens one at a time."""
     reference = golden(name)
     with closing(model.new_kv_cache(64, dtype)) as kv:
+        poison_cache(model.device, kv)
         prompt = run(model, reference.input_ids, kv, context, mode, "all")
         assert kv.cached_len == 24
         decoded = one_by_one(model, reference.decode_ids[:tokens], kv, context, mode)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from contract_checks import Bench
 from device_checks import ROWS, Held
+from poison import poison_cache
 
 from vkdecode.decode import DecodeMode
 from vkdecode.errors import ClosedError, InvalidInputError
@@ -36,6 +37,7 @@ def candidates_leave_their_rows_in_the_cache(bench: Bench) -> None:
             kv, mode = bench.model.new_kv_cache(ROWS), DecodeMode("captured", kv_offset)
             rows = [bench.model.forward_with_kv_context_persistent([token], kv, context, mode) for token in (3, 7, 11)]
             kv.clear()
+            poison_cache(bench.device, kv)
             for token, row in zip((3, 7, 11), rows, strict=True):
                 assert bench.model.top_candidates([token], kv, context, 1, mode).logits[0] == row.max()
             kv.close()

@@ -11,6 +11,7 @@ import pytest
 from contract_checks import Bench
 from kv_copies import fresh_copy, outside_copy
 from numpy.typing import NDArray
+from poison import poison_cache
 
 from vkdecode.decode import (
     CapturedDecodeSession,
@@ -75,6 +76,7 @@ def rungs_agree(bench: Bench) -> None:
         for rung in ("rebuild", "held", "captured"):
             with InferenceContext(bench.device) as context:
                 kv, mode = bench.model.new_kv_cache(ROWS), DecodeMode(rung, kv_offset)
+                poison_cache(bench.device, kv)
                 run = bench.model.forward_with_kv_context_persistent
                 logits.append([run([token], kv, context, mode) for token in (3, 7, 11, 7)])
                 kv.close()

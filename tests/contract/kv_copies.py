@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from poison import poison_storages
 
 from vkdecode.decode import KvCache, KvLayer
 from vkdecode.gpu import Device, Storage, Uploader
@@ -20,20 +21,12 @@ def outside_copy(device: Device, source: Storage) -> Storage:
     return _filled(device, Storage.from_tensor(tensor, source.dtype), source)
 
 
-def poison(device: Device, *storages: Storage) -> None:
-    """Fill storages with NaN: a kernel that still reads them shows it."""
-    uploader = Uploader(device)
-    for storage in storages:
-        uploader.write(storage, 0, np.full(storage.nbytes // 4, 0xFFFFFFFF, np.uint32))
-    uploader.close()
-
-
 def replace_layer(device: Device, kv: KvCache, index: int, outside: bool = False) -> None:
     """Put copies into a layer of a cache and poison what was there."""
     old = kv.layers[index]
     copy = outside_copy if outside else fresh_copy
     kv.set_layer(index, KvLayer(copy(device, old.k), copy(device, old.v)))
-    poison(device, old.k, old.v)
+    poison_storages(device, old.k, old.v)
 
 
 def _filled(device: Device, target: Storage, source: Storage) -> Storage:

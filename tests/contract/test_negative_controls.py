@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from poison import poison_cache
 from tiny_llama import PATHS
 
 from vkdecode.decode import DecodeSession, DecodeTokenData, StepOptions, build_session, step_data
@@ -63,6 +64,7 @@ class Way:
     def _decode(self, wrong: Wrong) -> list[Logits]:
         """Logits of all tokens, where one step is bound wrongly."""
         kv, session = self._model.new_kv_cache(ROWS), self._session
+        poison_cache(self._model.device, kv)
         assert session.rebind_kv(kv) is None
         self._kv.close()
         self._kv = kv
