@@ -46,10 +46,12 @@ lint: ready
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-# The tests of pure logic run first: they take seconds and need no device. The others take up to 2 GB for each process.
+# The tests of pure logic run first: they need no device. The others take up to 2 GB for each process.
+processes := --numprocesses=auto --maxprocesses=4 --dist=worksteal
+
 test: lint
-	.venv/bin/pytest tests/pure
-	.venv/bin/pytest tests --ignore=tests/pure --numprocesses=auto --maxprocesses=4 --dist=worksteal
+	.venv/bin/pytest tests/pure $(processes)
+	.venv/bin/pytest tests --ignore=tests/pure $(processes)
 
 format: ready
 	.venv/bin/ruff check --fix .

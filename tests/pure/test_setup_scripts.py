@@ -358,8 +358,9 @@ def test_no_chat_where_gemma3_cannot_be_fetched(clone: Clone) -> None:
 @pytest.mark.parametrize("failing", range(6))
 def test_the_stages_of_make_test_run_in_order_until_one_fails(clone: Clone, failing: int) -> None:
     ready_to_chat(clone)
-    on_device = "pytest tests --ignore=tests/pure --numprocesses=auto --maxprocesses=4 --dist=worksteal"
-    stages = ["ruff check .", "ruff format --check .", "mypy ", "pytest tests/pure", on_device]
+    many = "--numprocesses=auto --maxprocesses=4 --dist=worksteal"
+    tests = [f"pytest tests/pure {many}", f"pytest tests --ignore=tests/pure {many}"]
+    stages = ["ruff check .", "ruff format --check .", "mypy ", *tests]
     for tool in ("ruff", "mypy", "pytest"):
         clone.stub(tool, '[ "${0##*/} $*" != "$(cat "$STUBS/failing")" ]')
         shutil.move(clone.stubs / tool, clone.root / ".venv/bin" / tool)
