@@ -110,10 +110,9 @@ def plan_load(model: DecodeModel, check: bool = True) -> LoadPlan:
 def memory_report(model: DecodeModel, weights: Sequence[WeightSpec], max_seq_len: int, kv_dtype: str) -> MemoryReport:
     """The bytes of a model with a cache of this length and the plans of a prompt that fills it but for one row."""
     geometry = model.kv_geometry(max_seq_len, kv_dtype)
-    plans = [
-        (options.seq > 1, plan_step(model, options, geometry)) for options in prompt_steps(model, max_seq_len - 1 or 1)
-    ]
-    decode, prefill = (footprint(*(one for of_prompt, one in plans if of_prompt == wanted)) for wanted in (False, True))
+    steps = prompt_steps(model, max_seq_len - 1 or 1)
+    decode = footprint(*(plan_step(model, one, geometry) for one in steps if one.seq == 1))
+    prefill = footprint(*(plan_step(model, one, geometry) for one in steps if one.seq > 1))
     return MemoryReport(
         max_seq_len=max_seq_len,
         kv_dtype=kv_dtype,
