@@ -1,6 +1,8 @@
 #version 450
 //! variants LANES=subgroup,shared DTYPE=f32,f16,bf16,q4_0,q4_1,q5_0,q5_1,q8_0,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl
-//! variants TOKENS=1,8 EPILOGUE=plain,rope,gated
+//! variants TOKENS=1,8,16 EPILOGUE=plain,rope,gated
+//! only TOKENS=1 or TOKENS=8 or LANES=subgroup
+//! only TOKENS=1 or TOKENS=16 or LANES=shared
 // y = epilogue(W . norm(x)) for one token (decode) or tiles of TOKENS tokens (prefill).
 //
 // Lanes lie along rows: each lane owns ROW_TILES rows, one in each of as many tiles, so that no sum crosses lanes and a pair of
@@ -27,8 +29,9 @@ layout(constant_id = 14) const uint ACTIVATION = 0;   // of the sums, or of a pa
 layout(constant_id = 15) const uint EXPERTS_USED = 0;   // by a token, of a stack of matrices; 0 where there is no stack
 layout(constant_id = 16) const uint EXPERT_BLOCKS = 1;  // blocks of ROW_TILES tiles of each expert
 layout(constant_id = 17) const uint EXPERT_X = 0;       // x has a row for each expert of a token, not one for all
+layout(constant_id = 18) const uint KEEP_X = 0;         // subgroup form, several tokens: x is read once for all groups
 #ifdef EPILOGUE_PLAIN
-layout(constant_id = 18) const uint HAS_RESIDUAL = 0;
+layout(constant_id = 19) const uint HAS_RESIDUAL = 0;
 #endif
 
 // What a dispatch does not use is bound to some other buffer.
@@ -169,7 +172,8 @@ void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, 
 
 // A chunk of x is spread over the lanes, four columns each; they are handed round by shuffles with constant indices.
 const uint SPREAD = TILE < PACK / 4 ? TILE : PACK / 4;
-vec4 held_x[TOKENS][PACK / 4 / SPREAD];
+const uint SPANS = PACK / 4 / SPREAD;
+vec4 held_x[TOKENS][SPANS];
 #define X_AT(t, l, j) subgroupShuffle(held_x[t][(l) / SPREAD][j], (l) % SPREAD)
 
 #else
@@ -234,13 +238,46 @@ void add_chunk(uint block, uint chunk, uint lane, inout vec4 sums[TOKENS]) {
 
 #ifdef LANES_SUBGROUP
 
+void load_chunk_of_x(uint first_token, uint chunk, uint lane) {
+    [[unroll]] for (uint i = 0; i < SPANS; ++i) {
+        uint word = chunk * (PACK / 4) + i * SPREAD + lane % SPREAD;
+        vec4 norm = load_norm(word);
+        [[unroll]] for (uint t = 0; t < TOKENS; ++t) held_x[t][i] = load_x(first_token, t, word, norm);
+    }
+}
+
+#if TOKENS > 1
+
+// A lane's part of x for all groups. On a CPU driver an own array is read in a sixth of the instructions that a storage buffer takes,
+// if only its last index varies: it is then split into an array for each token, and all share what the index costs.
+vec4 kept_x[TOKENS][SPANS][KEEP_X != 0 ? CHUNKS : 1];
+
+void keep_x(uint first_token, uint lane) {
+    [[dont_unroll]] for (uint chunk = 0; chunk < CHUNKS; ++chunk) {
+        load_chunk_of_x(first_token, chunk, lane);
+        [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
+            [[unroll]] for (uint i = 0; i < SPANS; ++i) kept_x[t][i][chunk] = held_x[t][i];
+        }
+    }
+}
+
+void hold_chunk_of_x(uint first_token, uint chunk, uint lane) {
+    if (KEEP_X == 0) {
+        load_chunk_of_x(first_token, chunk, lane);
+        return;
+    }
+    [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
+        [[unroll]] for (uint i = 0; i < SPANS; ++i) held_x[t][i] = kept_x[t][i][chunk];
+    }
+}
+
+#else
+#define hold_chunk_of_x load_chunk_of_x
+#endif
+
 void accumulate(uint block, uint lane, uint first_token, inout vec4 sums[TOKENS]) {
     [[dont_unroll]] for (uint chunk = 0; chunk < CHUNKS; ++chunk) {
-        [[unroll]] for (uint i = 0; i < PACK / 4 / SPREAD; ++i) {
-            uint word = chunk * (PACK / 4) + i * SPREAD + lane % SPREAD;
-            vec4 norm = load_norm(word);
-            [[unroll]] for (uint t = 0; t < TOKENS; ++t) held_x[t][i] = load_x(first_token, t, word, norm);
-        }
+        hold_chunk_of_x(first_token, chunk, lane);
         add_chunk(block, chunk, lane, sums);
     }
 }
@@ -297,6 +334,9 @@ void main() {
     }
 #endif
     if (NORM != 0) measure(first_x);
+#if defined(LANES_SUBGROUP) && TOKENS > 1
+    if (KEEP_X != 0) keep_x(first_x, lane);
+#endif
 #if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
     const uint tiles = (ROWS + TILE - 1) / TILE * 2;
 #else

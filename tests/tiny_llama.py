@@ -31,7 +31,7 @@ NAMES = (
     "llama-tied-mqa",
 )
 PATHS = (("device", "bounded"), ("device", "masked"), ("symenv", "masked"), ("symenv", "bounded"))
-LANES = {"subgroup": Lanes("subgroup", 8, 8, 8, 4, 8), "shared": Lanes("shared", 8, 256, 64, 4, 8)}
+LANES = {"subgroup": Lanes("subgroup", 8, 8, 8, 4, 16, 8), "shared": Lanes("shared", 8, 256, 64, 4, 8, 8)}
 LOCATION = DeviceLocation("vulkan", 0)
 
 Logits = NDArray[np.float32]

@@ -115,7 +115,7 @@ def test_a_broken_kernel_is_named(device: Device, broken_kernel: str) -> None:
     ("key", "other"),
     [
         ("linear LANES=shared DTYPE=f16 TOKENS=1 EPILOGUE=rope", "EPILOGUE=gated"),
-        ("linear LANES=subgroup DTYPE=bf16 TOKENS=8 EPILOGUE=plain", "DTYPE=f16"),
+        ("linear LANES=subgroup DTYPE=bf16 TOKENS=16 EPILOGUE=plain", "DTYPE=f16"),
         ("norm LANES=shared NORM=rms", "LANES=subgroup"),
         ("attention LANES=subgroup KV=f16 QUERIES=4 ARM=masked OFFSET=push WRITE=0", "KV=f32"),
         ("attention LANES=shared KV=f16 QUERIES=3 ARM=bounded OFFSET=buffer WRITE=1", "WRITE=0"),
@@ -133,10 +133,10 @@ def test_the_code_of_another_variant_is_noticed(
     wrong = kernels.get(name, **{**axes, axis: value})
     monkeypatch.setitem(kernels._kernels, key, dataclasses.replace(kernels.get(name, **axes), code=wrong.code))
     report = Report()
-    families = [*checks._families(axes.get("LANES", "shared")), *checks._plain_families()]
-    ((_, _, check),) = (one for one in families if key in one[1])
     wanted = axes.get("LANES", "shared")
     (form,) = (one for one in checks._forms(device, SelfCheck(True, True, True)) if one.form == wanted)
+    families = [*checks._families(form), *checks._plain_families()]
+    ((_, _, check),) = (one for one in families if key in one[1])
     found = checks._family_check(report, device, form, [key], check)()
     assert (found.status, found.subjects) == (FAULT, (key,))
 

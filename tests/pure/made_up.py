@@ -38,7 +38,7 @@ ROOMY = Limits(
     max_storage_buffers_per_stage=1 << 20,
 )
 GPU = DeviceInfo(0, "Made-Up 9000", "AMD", "discrete", "none", "1.3.0", 64 << 30, ((64 << 30, True),), 32, True, ROOMY)
-SUBGROUPS = Lanes("subgroup", 8, 8, 8, 4, 8)
+SUBGROUPS = Lanes("subgroup", 8, 8, 8, 4, 16, 8)
 
 
 def gpu(heap_bytes: int = 64 << 30, **limits: Any) -> DeviceInfo:

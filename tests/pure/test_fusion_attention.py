@@ -177,7 +177,7 @@ def test_attention_binds_sinks_mask_and_offset_under_their_names(arm: str, kv_of
     writes = (graph.write(k, 0, attention, kv_offset), graph.write(v, 1, attention, kv_offset))
     if fused:
         fuse_kv_write(graph, (attention, *writes))
-    choice = choose_kernel(graph, attention, Lanes("subgroup", 8, 8, 8, 4, 8))
+    choice = choose_kernel(graph, attention, Lanes("subgroup", 8, 8, 8, 4, 16, 8))
     assert choice.spec["HAS_SINKS"] == 1
     bound = {one.name: node for one, node in zip(choice.kernel.bindings, choice.bindings, strict=True)}
     assert (bound["sinks"], bound["y"]) == (sinks, attention)

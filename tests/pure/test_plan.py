@@ -262,5 +262,5 @@ def test_a_buffer_is_shared_by_views_copies_and_writes() -> None:
 
 
 def test_a_step_that_no_kernel_can_tile_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="12 tokens is not a multiple of 8"):
+    with pytest.raises(UnsupportedModelError, match="12 tokens is not a multiple of 16"):
         planned(options=StepOptions(12, "last", "device", "bounded"))

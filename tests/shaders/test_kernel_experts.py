@@ -129,7 +129,7 @@ EXPERTS, USED, TOKENS = 5, 2, 3
 
 def lanes_of(form: str) -> Lanes:
     size = subgroup()
-    return Lanes("subgroup", size, size, size, 4, 2) if form == "subgroup" else Lanes("shared", 8, 64, 64, 4, 3)
+    return Lanes("subgroup", size, size, size, 4, 16, 2) if form == "subgroup" else Lanes("shared", 8, 64, 64, 4, 8, 3)
 
 
 class Stack:

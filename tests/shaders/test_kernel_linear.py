@@ -36,9 +36,11 @@ from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
 from vkdecode.weights.dtypes import BLOCK_DTYPES, PLAIN_DTYPES, DType
 
 DTYPES = {dtype.value: dtype for dtype in (*PLAIN_DTYPES, *BLOCK_DTYPES)}
-KEYS = variants(
-    "linear", LANES=["subgroup", "shared"], DTYPE=list(DTYPES), TOKENS=[1, 8], EPILOGUE=["plain", "rope", "gated"]
-)
+KEYS = [
+    key
+    for form, tokens in (("subgroup", [1, 16]), ("shared", [1, 8]))
+    for key in variants("linear", LANES=[form], DTYPE=list(DTYPES), TOKENS=tokens, EPILOGUE=["plain", "rope", "gated"])
+]
 EPSILON = 1e-2
 SLOPE = 1.15  # of silu and gelu at most
 ROW_TILES = 4
@@ -79,11 +81,11 @@ class Fused:
 
 
 SUBGROUP_SHAPES = [
-    Shape(36, 3, 5, 3, groups=2, heads=(3, 2, 20, 12), room=8, count=5, bias=True),
+    Shape(36, 3, 5, 3, groups=2, heads=(3, 2, 20, 12), room=16, count=5, bias=True),
     Shape(4, 1, 0, 1, groups=1, heads=(2, 2, 4, 4), room=16, count=9, norm_bias=True),
-    Shape(40, 2, 8, 0, groups=3, heads=(2, 1, 64, 64), room=16, count=8),
+    Shape(40, 2, 8, 0, groups=3, heads=(2, 1, 64, 64), room=32, count=16),
     Shape(28, 4, 9, 1, groups=2, heads=(1, 0, 80, 20), room=16, count=3, bias=True, norm_bias=True),
-    Shape(132, 5, 1, 2, groups=1, heads=(3, 3, 6, 2), room=24, count=17, norm_bias=True),
+    Shape(132, 5, 1, 2, groups=1, heads=(3, 3, 6, 2), room=32, count=17, norm_bias=True),
 ]
 STAGES = [(8, 1, 1), (4, 4, 8), (32, 8, 8), (16, 2, 4), (32, 1, 3)]  # tile, split, chunks staged at a time
 SHARED_SHAPES = [
@@ -208,6 +210,7 @@ class Problem:
             "EXPERTS_USED": 0,  # test_kernel_experts.py has the stacks
             "EXPERT_BLOCKS": 1,
             "EXPERT_X": 0,
+            "KEEP_X": int(shape.groups > 1),
         }
 
     def buffers(self) -> dict[str, NDArray[Any]]:
@@ -388,18 +391,20 @@ def test_a_wrong_byte_in_a_block_is_noticed(dtype: DType) -> None:
 
 @pytest.mark.parametrize("form", ["subgroup", "shared"])
 def test_the_widest_work_of_a_group_stays_within_what_a_driver_runs(form: str) -> None:
-    """One workgroup asked to do all of 1,280 rows of 22,400 columns for 8 tokens: its loops must be cut."""
+    """One workgroup asked to do all of 1,280 rows of 22,400 columns for a tile of tokens: its loops must be cut."""
     size = subgroup()
-    lanes = Lanes("subgroup", size, size, size, 4, 2) if form == "subgroup" else Lanes("shared", 8, 256, 64, 4, 2)
+    lanes = (
+        Lanes("subgroup", size, size, size, 4, 16, 2) if form == "subgroup" else Lanes("shared", 8, 256, 64, 4, 8, 2)
+    )
     graph = Graph()
     graph.data("token_count", (1,), DType.U32)
     weight = graph.weight(WeightSpec(("w",), (1280,), 22_400, DType.F16))
-    choice = choose_kernel(graph, graph.linear(graph.data("x", (8, 22_400)), weight), lanes)
+    choice = choose_kernel(graph, graph.linear(graph.data("x", (lanes.token_tile, 22_400)), weight), lanes)
     assert choice.workgroups[0] > 1
     assert choice.spec["GROUPS"] * choice.workgroups[0] * 4 * lanes.tile >= 1280
-    split = choice.spec["WORKGROUP"] // lanes.tile
+    split, tokens = choice.spec["WORKGROUP"] // lanes.tile, lanes.token_tile
     shape = Shape(
-        22_400, 1, 1280 // lanes.tile, 0, groups=choice.spec["GROUPS"], heads=(1, 1, 4, 4), room=8, count=8,
+        22_400, 1, 1280 // lanes.tile, 0, groups=choice.spec["GROUPS"], heads=(1, 1, 4, 4), room=tokens, count=tokens,
         tile=lanes.tile, split=split, stage_packs=choice.spec["X_CHUNK"] // 32,
     )  # fmt: skip
     problem = Problem(choice.kernel.key, shape)

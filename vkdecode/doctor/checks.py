@@ -36,7 +36,7 @@ def examine(device: Device, model: str | None = None, progress: Callable[[str], 
     report.run("device", "lanes", lambda: _lanes(report, device))
     report.run("kernels", "manifest", lambda: _manifest(report))
     for lanes in _forms(device, check):
-        for family, keys, one in _families(lanes.form):
+        for family, keys, one in _families(lanes):
             progress(f"kernels: {family}, {lanes.form}")
             report.run(
                 "kernels",
@@ -143,9 +143,10 @@ def _forms(device: Device, check: SelfCheck) -> list[Lanes]:
     return forms
 
 
-def _families(form: str) -> list[tuple[str, Sequence[str], KernelCheck]]:
+def _families(lanes: Lanes) -> list[tuple[str, Sequence[str], KernelCheck]]:
+    form = lanes.form
     return [
-        ("linear", linear_cases.linear_keys(form), linear_cases.check_linear),
+        ("linear", linear_cases.linear_keys(lanes), linear_cases.check_linear),
         ("norm", linear_cases.norm_keys(form), linear_cases.check_norm),
         ("attention", other_cases.attention_keys(form), other_cases.check_attention),
         ("top-k", top_k_cases.top_k_keys(form), top_k_cases.check_top_k),

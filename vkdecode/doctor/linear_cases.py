@@ -33,33 +33,34 @@ class _Form:
     """A kernel's axes, and what else is fused into it."""
 
     dtype: str
-    tokens: int
+    prompt: bool  # several tokens at a time
     epilogue: str
     norm: str | None = None
     activation: Op | None = None
     residual: bool = False
 
-    def key(self, form: str) -> str:
+    def key(self, lanes: Lanes) -> str:
         """Its name."""
-        return f"linear LANES={form} DTYPE={self.dtype} TOKENS={self.tokens} EPILOGUE={self.epilogue}"
+        tokens = lanes.token_tile if self.prompt else 1
+        return f"linear LANES={lanes.form} DTYPE={self.dtype} TOKENS={tokens} EPILOGUE={self.epilogue}"
 
 
 _FORMS = (
-    _Form("f32", 1, "plain"),
-    _Form("f16", 1, "rope", "rms"),
-    _Form("bf16", 1, "gated", "rms", Op.SILU),
-    _Form("f16", 1, "plain", residual=True),
-    _Form("f32", 8, "plain", "layer", Op.GELU_TANH),
-    _Form("f16", 8, "gated", "rms", Op.SILU),
-    _Form("bf16", 8, "plain", residual=True),
-    _Form("bf16", 8, "rope", "rms"),
-    *(_Form(dtype.value, tokens, "plain", "rms", None, True) for dtype in BLOCK_DTYPES for tokens in (1, 8)),
+    _Form("f32", False, "plain"),
+    _Form("f16", False, "rope", "rms"),
+    _Form("bf16", False, "gated", "rms", Op.SILU),
+    _Form("f16", False, "plain", residual=True),
+    _Form("f32", True, "plain", "layer", Op.GELU_TANH),
+    _Form("f16", True, "gated", "rms", Op.SILU),
+    _Form("bf16", True, "plain", residual=True),
+    _Form("bf16", True, "rope", "rms"),
+    *(_Form(dtype.value, prompt, "plain", "rms", None, True) for dtype in BLOCK_DTYPES for prompt in (False, True)),
 )
 
 
-def linear_keys(form: str) -> list[str]:
+def linear_keys(lanes: Lanes) -> list[str]:
     """Products of every element type, norm and epilogue, for one token and for several."""
-    return [one.key(form) for one in _FORMS]
+    return [one.key(lanes) for one in _FORMS]
 
 
 def norm_keys(form: str) -> list[str]:
@@ -89,11 +90,11 @@ def packed(held: NDArray[Any], spec: WeightSpec, lanes: Lanes) -> tuple[NDArray[
 
 def check_linear(device: Device, lanes: Lanes, key: str) -> float:
     """Run one product; the error relative to the largest value."""
-    fused = next(one for one in _FORMS if one.key(lanes.form) == key)
-    dtype, tile_tokens, epilogue = DType(fused.dtype), fused.tokens, fused.epilogue
+    fused = next(one for one in _FORMS if one.key(lanes) == key)
+    dtype, epilogue = DType(fused.dtype), fused.epilogue
     rng = generator(key)
     columns = _BLOCK_COLUMNS if dtype.is_block else COLUMNS
-    room, count = (1, 1) if tile_tokens == 1 else (_ROOM, _COUNT)
+    room, count = (_ROOM, _COUNT) if fused.prompt else (1, 1)
     units = _HEADS * _HEAD_DIM // 2 if epilogue == "rope" else lanes.block_rows + 5
     paired = epilogue in ("rope", "gated")
     rows = 2 * units if paired else units
@@ -122,13 +123,13 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
         buffers["residual"] = residual
     if epilogue == "rope":
         buffers |= {"rope_cos": cos, "rope_sin": sin}
-    if tile_tokens > 1:
+    if fused.prompt:
         buffers["token_count"] = np.array([count], np.uint32)
     else:
         buffers["route"] = unset(1)
     blocks = -(-(-(-units // lanes.tile) * (2 if paired else 1)) // lanes.row_tiles)
     groups = 2
-    workgroup = lanes.workgroup if tile_tokens == 1 else lanes.prompt_workgroup
+    workgroup = lanes.prompt_workgroup if fused.prompt else lanes.workgroup
     constants = {
         "WORKGROUP": workgroup,
         "TILE": lanes.tile,
@@ -149,9 +150,12 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
         "EXPERTS_USED": 0,
         "EXPERT_BLOCKS": blocks,
         "EXPERT_X": 0,
+        "KEEP_X": 1,
         **({"HAS_RESIDUAL": int(fused.residual)} if epilogue == "plain" else {}),
     }
-    left = run_kernel(device, key, buffers, constants, (-(-blocks // groups), room // tile_tokens, 1))["y"]
+    left = run_kernel(
+        device, key, buffers, constants, (-(-blocks // groups), room // (lanes.token_tile if fused.prompt else 1), 1)
+    )["y"]
     actual = floats(left).reshape(room, outputs)[:count]
     inputs = _normalized(fused.norm, x[:count].astype(np.float64), norm_weight.astype(np.float64), norm_bias)
     turns = [part[:count, :turned].astype(np.float64) for part in (cos, sin)]

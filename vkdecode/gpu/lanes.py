@@ -26,6 +26,7 @@ class Lanes:
             columns.
         prompt_workgroup: the same for several tokens, which bring work enough and need more shared memory.
         row_tiles: `ROW_TILES`.
+        token_tile: tokens of a prompt that a linear kernel takes at a time.
         wanted_workgroups: about how many workgroups a dispatch should have; 0 for as many as there is work.
 
     """
@@ -35,6 +36,7 @@ class Lanes:
     workgroup: int
     prompt_workgroup: int
     row_tiles: int
+    token_tile: int
     wanted_workgroups: int
 
     @property
@@ -78,7 +80,7 @@ def choose_lanes(device: Device, form: str = "auto") -> Lanes:
 def subgroup_lanes(info: DeviceInfo) -> Lanes:
     """The shape of kernels whose workgroup is one subgroup."""
     size = info.subgroup_size
-    return Lanes("subgroup", size, size, size, ROW_TILES, 4 * (os.cpu_count() or 1))
+    return Lanes("subgroup", size, size, size, ROW_TILES, 16, 4 * (os.cpu_count() or 1))
 
 
 def shared_lanes(info: DeviceInfo) -> Lanes:
@@ -88,4 +90,4 @@ def shared_lanes(info: DeviceInfo) -> Lanes:
     # Eight lanes, 16 bytes each, read 128 bytes in a row: a whole memory transaction of any GPU.
     tile = min(8, invocations)
     wanted = 4 * (os.cpu_count() or 1) if info.kind == "cpu" else 0
-    return Lanes("shared", tile, invocations, min(invocations, 64), ROW_TILES, wanted)
+    return Lanes("shared", tile, invocations, min(invocations, 64), ROW_TILES, 8, wanted)

@@ -33,13 +33,13 @@ from vkdecode.runtime.block_layout import PACK
 from vkdecode.runtime.passes import MOST_PRODUCT_PASSES, MOST_QUERIES, attention_workgroup, linear_passes
 
 _WORKGROUP = 64
-_TOKEN_TILE = 8
 _MOST_EXPERTS = 1024
 # The numbers that linear.comp and activations.glsl give them.
 NORMS = {None: 0, "rms": 1, "layer": 2}
 ACTIVATIONS = {None: 0, Op.SILU: 1, Op.GELU_TANH: 2, Op.CLAMPED_SWIGLU: 3}
 # The most that Vulkan promises on an axis; some devices allow no more.
 _MOST_WORKGROUPS = 65535
+_MOST_KEPT_CHUNKS = 64  # of x in a lane's own array; compilers take longer for larger ones
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     tokens = node.shape[0]
     # Experts are taken token by token, as that many more tokens.
     experts, used = max(spec.experts, 1), max(attrs.experts_used, 1)
-    token_tile = 1 if tokens == 1 or attrs.experts_used else _TOKEN_TILE
+    token_tile = 1 if tokens == 1 or attrs.experts_used else lanes.token_tile
     norm: list[NodeId] = []
     if attrs.norm_epsilon is not None:
         norm, rest = rest[: 1 + attrs.norm_bias], rest[1 + attrs.norm_bias :]
@@ -116,9 +116,8 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     rows = spec.units // experts
     tiles = -(-rows // lanes.tile) * (2 if paired else 1)
     blocks = -(-tiles // lanes.row_tiles)
-    wanted = lanes.wanted_workgroups if tokens == 1 else lanes.wanted_workgroups // 2
-    if wanted and attrs.experts_used:
-        wanted = max(wanted // (tokens * used), 1)
+    token_tiles = tokens // token_tile * used
+    wanted = lanes.wanted_workgroups and max(lanes.wanted_workgroups // token_tiles, 1)
     chunks = -(-spec.columns // PACK)
     most = lanes.workgroup if token_tile == 1 else lanes.prompt_workgroup
     split = min(most // lanes.tile, 1 << (chunks.bit_length() - 1))
@@ -127,6 +126,7 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     once, each = linear_passes(chunks, lanes.tile * split, staged, lanes, token_tile)
     groups = -(-blocks // min(wanted or _MOST_WORKGROUPS, _MOST_WORKGROUPS))
     groups = max(min(groups, (MOST_PRODUCT_PASSES - once) // each), -(-blocks // _MOST_WORKGROUPS))
+    keep_x = lanes.form == "subgroup" and token_tile > 1 and groups > 1 and chunks <= _MOST_KEPT_CHUNKS
     rope = attrs.rope or RopeAttrs(1, 0, 2, 2)
     constants = {
         "WORKGROUP": lanes.tile * split,
@@ -147,11 +147,12 @@ def _linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "EXPERTS_USED": attrs.experts_used,
         "EXPERT_BLOCKS": blocks,
         "EXPERT_X": int(graph.node(x).shape[1] != spec.columns),
+        "KEEP_X": int(keep_x),
     }
     if attrs.epilogue == "plain":
         constants["HAS_RESIDUAL"] = int(attrs.residual)
     work = tokens * used * rows * (2 if paired else 1) * spec.columns
-    workgroups = (-(-blocks // groups), tokens // token_tile * used, 1)
+    workgroups = (-(-blocks // groups), token_tiles, 1)
     return Choice(kernel, tuple(bindings), constants, workgroups, {}, work)
 
 

@@ -28,7 +28,7 @@ def linear_passes(chunks: int, workgroup: int, staged: int, lanes: Lanes, tokens
     measured = 2 * (1 + -(-chunks * PACK // (4 * workgroup)))
     inner = 6
     if lanes.form == "subgroup":
-        return measured, 2 + chunks * inner
+        return measured + chunks, 2 + chunks * inner
     split = workgroup // lanes.tile
     stages = -(-chunks * PACK // staged)
     per_stage = 3 + -(-staged // (4 * workgroup)) + -(-staged // (PACK * split)) * inner
