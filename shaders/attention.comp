@@ -1,5 +1,6 @@
 #version 450
-//! variants LANES=subgroup,shared KV=f32,f16 QUERIES=1,2,3,4 ARM=bounded,masked OFFSET=push,buffer WRITE=0,1
+//! variants LANES=subgroup,shared KV=f32,f16 QUERIES=1,2,3,4,8,12 ARM=bounded,masked OFFSET=push,buffer WRITE=0,1
+//! only LANES=subgroup or QUERIES=1 or QUERIES=2 or QUERIES=3 or QUERIES=4
 //! only WRITE=0 or OFFSET=buffer
 //! only ARM=bounded or WRITE=1 or OFFSET=push
 // Grouped-query attention of this step's tokens over the cached rows and the step's own rows.
@@ -59,7 +60,9 @@ layout(std430, binding = 8) readonly buffer Offset { uint offset[]; };
 #endif
 #endif
 layout(push_constant) uniform Push {
-    uint sinks_first;  // where they begin in their buffer, in units of 16 bytes
+    uint sinks_first;  // where they and the layer's rows begin in their buffers, in units of 16 bytes
+    uint cache_k_first;
+    uint cache_v_first;
 #if defined(ARM_BOUNDED) && !defined(OFFSET_BUFFER)
     uint attended_len;
 #endif
@@ -121,12 +124,12 @@ float finished(float score) {
 }
 
 vec4 load_k(bool cached, uint kv_head, uint position, uint word) {
-    if (cached) return KV_LOAD(cache_k[(kv_head * MAX_SEQ + position) * ROW_WORDS + word]);
+    if (cached) return KV_LOAD(cache_k[KV_UNIT_WORDS * cache_k_first + (kv_head * MAX_SEQ + position) * ROW_WORDS + word]);
     return k[position * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word];
 }
 
 vec4 load_v(bool cached, uint kv_head, uint position, uint word) {
-    if (cached) return KV_LOAD(cache_v[(kv_head * MAX_SEQ + position) * ROW_WORDS + word]);
+    if (cached) return KV_LOAD(cache_v[KV_UNIT_WORDS * cache_v_first + (kv_head * MAX_SEQ + position) * ROW_WORDS + word]);
     return v[position * V_STRIDE + V_OFFSET + kv_head * ROW_WORDS + word];
 }
 
@@ -302,8 +305,8 @@ void main() {
             if (token < tokens && offset[0] + token < MAX_SEQ) {
                 uint row = (kv_head * MAX_SEQ + offset[0] + token) * ROW_WORDS;
                 for (uint word = LANE; word < ROW_WORDS; word += WORKGROUP) {
-                    cache_k[row + word] = KV_STORE(k[token * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word]);
-                    cache_v[row + word] = KV_STORE(v[token * V_STRIDE + V_OFFSET + kv_head * ROW_WORDS + word]);
+                    cache_k[KV_UNIT_WORDS * cache_k_first + row + word] = KV_STORE(k[token * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word]);
+                    cache_v[KV_UNIT_WORDS * cache_v_first + row + word] = KV_STORE(v[token * V_STRIDE + V_OFFSET + kv_head * ROW_WORDS + word]);
                 }
             }
         }

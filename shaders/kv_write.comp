@@ -17,12 +17,14 @@ layout(constant_id = 5) const uint X_STRIDE = 1;  // in vec4
 
 layout(std430, binding = 0) readonly buffer X { vec4 x[]; };
 layout(std430, binding = 1) writeonly buffer Cache { KV_WORD cache[]; };
-#ifdef OFFSET_PUSH
 layout(push_constant) uniform Push {
+    uint cache_first;  // where the layer begins in its buffer, in units of 16 bytes
+#ifdef OFFSET_PUSH
     uint cached_len;
     uint token_count;
+#endif
 };
-#else
+#ifdef OFFSET_BUFFER
 layout(std430, binding = 2) readonly buffer Offset { uint offset[]; };  // cached_len, attended_len
 layout(std430, binding = 3) readonly buffer TokenCount { uint token_counts[]; };
 #endif
@@ -38,5 +40,5 @@ void main() {
     if (word >= KV_HEADS * row_words || token >= token_count || cached_len + token >= MAX_SEQ) return;
     uint head = word / row_words;
     vec4 value = x[token * X_STRIDE + X_OFFSET + word];
-    cache[(head * MAX_SEQ + cached_len + token) * row_words + word % row_words] = KV_STORE(value);
+    cache[KV_UNIT_WORDS * cache_first + (head * MAX_SEQ + cached_len + token) * row_words + word % row_words] = KV_STORE(value);
 }

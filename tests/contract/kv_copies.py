@@ -12,7 +12,7 @@ from vkdecode.gpu.transfer import read_words
 
 def fresh_copy(device: Device, source: Storage) -> Storage:
     """A new storage of this package with the same bytes."""
-    return _filled(device, device.allocate(source.nbytes, source.dtype), source)
+    return _filled(device, device.allocate_parts(1, source.nbytes, source.dtype)[0], source)
 
 
 def outside_copy(device: Device, source: Storage) -> Storage:

@@ -215,19 +215,19 @@ def test_slots_that_are_missing_closed_or_unbaked(one_path: Held) -> None:
     kv.close()
 
 
-@pytest.mark.parametrize("difference", ["dtype", "encoding", "bundled", "less", "more", "same twice"])
+@pytest.mark.parametrize("difference", ["dtype", "encoding", "bundled", "less", "more", "same twice", "in part the same"])
 def test_storages_that_are_not_interchangeable(one_path: Held, difference: str) -> None:
     device, kv = one_path.model.device, one_path.model.new_kv_cache(ROWS)
     size = kv.geometry.slot_bytes
     odd = {
-        "dtype": lambda: device.allocate(size, DType.F16),
-        "encoding": lambda: device.allocate(size, DType.F32, encoding="tiles8"),
+        "dtype": lambda: device.allocate_parts(1, size, DType.F16)[0],
+        "encoding": lambda: device.allocate_parts(1, size, DType.F32, "tiles8")[0],
         "bundled": lambda: device.allocate(size, DType.F32),
-        "less": lambda: device.allocate(size - 16, DType.F32),
-        "more": lambda: device.allocate(size + 16, DType.F32),
+        "less": lambda: device.allocate_parts(1, size - 16, DType.F32)[0],
+        "more": lambda: device.allocate_parts(1, size + 16, DType.F32)[0],
         "same twice": lambda: kv.layers[0].k,
+        "in part the same": lambda: kv.layers[0].k.whole.part(16, size),
     }[difference]()
-    odd.bundled = difference == "bundled"
     refusal = one_path.refuses(Offer(slots_of(kv, l1v=odd)))
     assert (refusal.kind, refusal.layer, refusal.which) == ("STORAGE_DIFFERS", 1, 1)
     kv.close()

@@ -89,6 +89,7 @@ def test_a_layer_that_does_not_fit_is_refused_and_nothing_is_changed(llama: Mode
         "size": (0, KvLayer(device.allocate(size + 16, DType.F32), good[1])),
         "one storage for both": (0, KvLayer(good[0], good[0])),
         "the other layer's": (0, KvLayer(good[0], layers[1].v)),
+        "some bytes of the other layer's": (0, KvLayer(good[0], layers[1].v.whole.part(size - 16, size))),
         "closed": (0, KvLayer(good[0], closed)),
     }
     for index, layer in wrong.values():

@@ -178,13 +178,12 @@ def test_a_storage_that_kernels_would_read_otherwise_is_refused(
 ) -> None:
     size = slot_bytes(other)
     make = {
-        "size": lambda: llama.device.allocate(size + 16, DType.F32),
-        "dtype": lambda: llama.device.allocate(size, DType.F16),
-        "encoding": lambda: llama.device.allocate(size, DType.F32, encoding="tiles8"),
+        "size": lambda: llama.device.allocate_parts(1, size + 16, DType.F32)[0],
+        "dtype": lambda: llama.device.allocate_parts(1, size, DType.F16)[0],
+        "encoding": lambda: llama.device.allocate_parts(1, size, DType.F32, "tiles8")[0],
         "bundled": lambda: llama.device.allocate(size, DType.F32),
     }
     odd = make[what]()
-    odd.bundled = what == "bundled"
     refusal = check_refused(llama, session, Offer(other, {(1, 1): odd}), RebindRefusal("STORAGE_DIFFERS", 1, 1))
     assert str(refusal.incoming) == repr(odd) or what == "bundled"
     odd.close()

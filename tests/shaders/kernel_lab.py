@@ -174,7 +174,14 @@ class Trial:
         ]
         Recording(device(), steps).submit()
         _dispatched.add(self.kernel.key)
-        return {name: self._bound[name].data.view(np.uint32).copy() for name in written}
+        return {name: self._left(name) for name in written}
+
+    def _left(self, name: str) -> Words:
+        words = self._bound[name].data.view(np.uint32)
+        start = 4 * self._first.get(name, 0)
+        assert (words[:start] == self._unset[name]).all(), f"{name} was written before its part"
+        left: Words = words[start:].copy()
+        return left
 
     def close(self) -> None:
         for storage in self._storages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,17 +68,16 @@ class KvCache:
         self.geometry = geometry
         self._cached_len = 0
         self._alloc_id = new_kv_alloc_id()
-        self._layers: list[KvLayer] = []
-        made: list[Storage] = []
+        # K of all layers lies together, and V: plans bind each once for the layers that are alike.
+        kinds: list[list[Storage]] = []
         try:
-            for _ in range(geometry.num_layers):
-                pair = [device.allocate(geometry.slot_bytes, geometry.dtype) for _ in range(2)]
-                made += pair
-                self._layers.append(KvLayer(*pair))
+            for _ in range(2):
+                kinds.append(device.allocate_parts(geometry.num_layers, geometry.slot_bytes, geometry.dtype))
         except BaseException:
-            for storage in made:
-                storage.close()
+            for storage in itertools.chain(*kinds):
+                storage.whole.close()
             raise
+        self._layers = [KvLayer(*pair) for pair in zip(*kinds, strict=True)]
         self._closed = False
         self._device = weakref.ref(device)
 
@@ -173,8 +173,10 @@ class KvCache:
             if storage.dtype is not held.dtype or storage.nbytes != held.nbytes:
                 raise InvalidInputError(f"layer {index} needs a {name} storage like {held!r}, not {storage!r}")
         others = [one for at, pair in enumerate(self._layers) if at != index for one in (pair.k, pair.v)]
-        if layer.k is layer.v or any(layer.k is one or layer.v is one for one in others):
-            raise InvalidInputError(f"layer {index} needs storages of its own; one of these serves another slot")
+        if layer.k.overlaps(layer.v) or any(layer.k.overlaps(one) or layer.v.overlaps(one) for one in others):
+            raise InvalidInputError(
+                f"layer {index} needs storages of its own; one of these holds bytes of another slot"
+            )
         self._layers[index] = layer
         self._alloc_id = new_kv_alloc_id()
 

@@ -99,8 +99,8 @@ def check_rebind(
                 return RebindRefusal(RESIDENCY_DIFFERS, layer, which, location, f"{location}, opened again")
             if interchange_key(offered) != interchange_key(baked[node]):
                 return RebindRefusal(STORAGE_DIFFERS, layer, which, repr(baked[node]), repr(offered))
-            if any(offered is one for one in bound.values()):
-                return RebindRefusal(STORAGE_DIFFERS, layer, which, repr(baked[node]), "a storage of another slot")
+            if any(offered.overlaps(one) for one in bound.values()):
+                return RebindRefusal(STORAGE_DIFFERS, layer, which, repr(baked[node]), "bytes of another slot")
             bound[node] = offered
     return bound
 

@@ -21,8 +21,16 @@ _FORMS = (
     ("f32", 2, "masked", "buffer", 1),
     ("f16", 2, "bounded", "buffer", 0),
 )
+_PROMPT_FORMS = (("f32", 12, "bounded", "buffer", 1), ("f16", 8, "bounded", "buffer", 1))  # in the subgroup form only
 # Query heads for each kv head, query heads and query tokens of a workgroup, room and real tokens of the step.
-_SHAPES = {1: (5, 1, 1, 8, 5), 2: (2, 2, 1, 1, 1), 3: (3, 3, 1, 8, 7), 4: (2, 2, 2, 8, 3)}
+_SHAPES = {
+    1: (5, 1, 1, 8, 5),
+    2: (2, 2, 1, 1, 1),
+    3: (3, 3, 1, 8, 7),
+    4: (2, 2, 2, 8, 3),
+    8: (2, 2, 4, 8, 7),
+    12: (3, 3, 4, 8, 5),
+}
 _FACTOR = 2.5
 _ACTIVATIONS: dict[str, Callable[[references.F64], references.F64]] = {
     "silu": references.silu,
@@ -40,7 +48,8 @@ MOVE_KEYS = ["rope", "concat", "contiguize", "copy_words", "last_row"]
 
 def attention_keys(form: str) -> list[str]:
     """Attention with every arm, every number of queries and both ways of the KV offset."""
-    return [f"attention LANES={form} KV={k} QUERIES={q} ARM={a} OFFSET={o} WRITE={w}" for k, q, a, o, w in _FORMS]
+    forms = _FORMS + (_PROMPT_FORMS if form == "subgroup" else ())
+    return [f"attention LANES={form} KV={k} QUERIES={q} ARM={a} OFFSET={o} WRITE={w}" for k, q, a, o, w in forms]
 
 
 def check_attention(device: Device, lanes: Lanes, key: str) -> float:

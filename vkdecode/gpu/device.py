@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vkdecode.gpu.lanes import Lanes
 
 
+# A buffer of several parts is no larger, so that a fragmented device still has room for it.
+_MOST_BYTES_TOGETHER = 256 << 20
 LANES_FORMS = ("auto", "subgroup", "shared")
 _open_devices: weakref.WeakSet[Device] = weakref.WeakSet()
 _FORKED = (
@@ -190,6 +192,27 @@ class Device:
             self._allocated += nbytes * copies
             self._allocations += copies
             return Storage(tensor, self, dtype, nbytes, kind, encoding)
+
+    def allocate_parts(self, count: int, nbytes: int, dtype: DType, encoding: str = "plain") -> list[Storage]:
+        """Allocate device-only memory of one size several times, side by side in as few buffers as are not too large.
+
+        Raises:
+            VkDecodeError: like `allocate`; what was taken has been given back.
+
+        """
+        each = storage_bytes(nbytes)
+        most = max(min(self.largest_buffer_bytes, _MOST_BYTES_TOGETHER) // max(each, 1), 1)
+        parts: list[Storage] = []
+        try:
+            while len(parts) < count:
+                together = min(count - len(parts), most)
+                whole = self.allocate(each * together, dtype, StorageKind.DEVICE, encoding)
+                parts += [whole.part(number * each, each) for number in range(together)]
+        except BaseException:
+            for part in parts:
+                part.whole.close()
+            raise
+        return parts
 
     def _give_back(self, kind: StorageKind, nbytes: int) -> None:
         # A storage may be collected in any thread.

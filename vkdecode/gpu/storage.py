@@ -121,6 +121,11 @@ class Storage:
         part.first_byte = first_byte
         return part
 
+    def overlaps(self, other: Storage) -> bool:
+        """Whether a byte of memory belongs to both."""
+        ends = self.first_byte + self.nbytes, other.first_byte + other.nbytes
+        return self.whole is other.whole and self.first_byte < ends[1] and other.first_byte < ends[0]
+
     @property
     def device(self) -> Device | None:
         """The opened device that it was allocated on, or None for a tensor that was handed in from outside."""

@@ -30,7 +30,7 @@ from vkdecode.graph import (
     WeightSpec,
 )
 from vkdecode.runtime.block_layout import PACK
-from vkdecode.runtime.passes import MOST_PRODUCT_PASSES, MOST_QUERIES, attention_workgroup, linear_passes
+from vkdecode.runtime.passes import MOST_PRODUCT_PASSES, attention_workgroup, linear_passes
 
 _WORKGROUP = 64
 _MOST_EXPERTS = 1024
@@ -39,6 +39,9 @@ NORMS = {None: 0, "rms": 1, "layer": 2}
 ACTIVATIONS = {None: 0, Op.SILU: 1, Op.GELU_TANH: 2, Op.CLAMPED_SWIGLU: 3}
 # The most that Vulkan promises on an axis; some devices allow no more.
 _MOST_WORKGROUPS = 65535
+# Pairs of a token and a head that there is an attention kernel for.
+_QUERIES = (1, 2, 3, 4)
+_PROMPT_QUERIES = (*_QUERIES, 8, 12)
 _MOST_KEPT_CHUNKS = 64  # of x in a lane's own array; compilers take longer for larger ones
 
 
@@ -281,10 +284,7 @@ def _attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     tokens = node.shape[0]
     cache = graph.node(node.inputs[3])
     group = attrs.heads // attrs.kv_heads
-    query_heads = next(count for count in range(MOST_QUERIES, 0, -1) if group % count == 0)
-    query_tokens = 1
-    while query_heads * query_tokens * 2 <= MOST_QUERIES and tokens % (query_tokens * 2) == 0:
-        query_tokens *= 2
+    query_heads, query_tokens = _queries(group, tokens, lanes)
     push: dict[str, int | SymId] = {}
     if attrs.arm == "bounded" and attrs.attended_len is not None:
         push["attended_len"] = attrs.attended_len
@@ -318,6 +318,15 @@ def _attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     seen = min(cache.shape[1], attrs.window or cache.shape[1]) + tokens
     work = 2 * tokens * attrs.heads * attrs.head_dim * seen
     return Choice(kernel, bindings, constants, (attrs.heads // query_heads, tokens // query_tokens, 1), push, work)
+
+
+def _queries(group: int, tokens: int, lanes: Lanes) -> tuple[int, int]:
+    """Heads and tokens that a workgroup of attention.comp takes: as many pairs as it can, for they share loads."""
+    sizes = _PROMPT_QUERIES if tokens > 1 and lanes.form == "subgroup" else _QUERIES
+    heads = [count for count in range(1, group + 1) if group % count == 0]
+    each = [count for count in range(1, tokens + 1) if tokens % count == 0]
+    found = [(one, other) for one in heads for other in each if one * other in sizes]
+    return max(found, key=lambda pair: (pair[0] * pair[1], pair[0]))
 
 
 def _kv_write(graph: Graph, node: Node, lanes: Lanes) -> Choice:

@@ -13,9 +13,7 @@ from vkdecode.runtime.block_layout import PACK
 MOST_PRODUCT_PASSES = 30_000
 """Passes that an invocation of linear.comp may take, with room to spare."""
 
-MOST_QUERIES = 4
-"""Pairs of a token and a head that a workgroup of attention.comp takes at most."""
-
+_MOST_QUERIES = 4  # of a workgroup of attention.comp in the shared form
 _MOST_ATTENTION_PASSES = 60_000  # over cached rows; the rest is for the rows of the step itself
 _ATTENTION_WORKGROUP = 64
 
@@ -48,7 +46,7 @@ def most_cached_rows(lanes: Lanes, head_dim: int) -> int:
         each = 1 + 1 + -(-words // workgroup)
     else:
         parts = max(workgroup // words, 1)
-        reductions = MOST_QUERIES * (1 + workgroup.bit_length())
+        reductions = _MOST_QUERIES * (1 + workgroup.bit_length())
         each = 1 + (1 + words) + reductions + (1 + -(-workgroup // parts))
     return _MOST_ATTENTION_PASSES // each * workgroup
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import ClosedError, OutOfDeviceMemoryError
-from vkdecode.gpu import Device, Lanes, Storage, StorageKind, Uploader, storage_bytes
+from vkdecode.gpu import Device, Lanes, Storage, Uploader, storage_bytes
 from vkdecode.graph import RowPick, WeightSpec
 from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, row_slots, weight_bytes
 from vkdecode.weights import DType, WeightSource
@@ -16,8 +16,6 @@ from vkdecode.weights.recode import recode_rows
 
 Progress = Callable[[int, int], None]
 _PIECE_BYTES = 8 << 20
-# A buffer of several weights is no larger, so that a fragmented device still has room for it.
-_MOST_BYTES_TOGETHER = 256 << 20
 
 
 class WeightStore:
@@ -60,9 +58,8 @@ class WeightStore:
         loaded: dict[WeightSpec, Storage] = {}
         try:
             for group in self._groups(wanted):
-                each = storage_bytes(self.nbytes(group[0]))
-                made.append(self.device.allocate(each * len(group), *self._kind(group[0])))
-                loaded |= {spec: made[-1].part(number * each, each) for number, spec in enumerate(group)}
+                made += self.device.allocate_parts(len(group), self.nbytes(group[0]), *self._kind(group[0]))
+                loaded |= zip(group, made[-len(group) :], strict=True)
             for spec in wanted:
                 self._fill(loaded[spec], spec, source, uploader)
                 done += self.nbytes(spec)
@@ -70,7 +67,7 @@ class WeightStore:
                     progress(done, total)
         except BaseException:
             for storage in made:
-                storage.close()
+                storage.whole.close()
             raise
         finally:
             uploader.close()
@@ -109,23 +106,16 @@ class WeightStore:
                 "use a smaller model or one stored at fewer bits"
             )
 
-    def _kind(self, spec: WeightSpec) -> tuple[DType, StorageKind, str]:
+    def _kind(self, spec: WeightSpec) -> tuple[DType, str]:
         encoding = "plain" if spec.vector else f"tiles{self.lanes.tile}"
-        return DType.F32 if spec.vector else spec.dtype, StorageKind.DEVICE, encoding
+        return DType.F32 if spec.vector else spec.dtype, encoding
 
     def _groups(self, specs: Iterable[WeightSpec]) -> list[list[WeightSpec]]:
-        """Weights that lie together: of one kind and size, as many as a buffer holds."""
-        most = min(self.device.largest_buffer_bytes, _MOST_BYTES_TOGETHER)
-        groups: list[list[WeightSpec]] = []
-        filling: dict[tuple[object, ...], list[WeightSpec]] = {}
+        """Weights that lie together: of one kind and size."""
+        groups: dict[tuple[object, ...], list[WeightSpec]] = {}
         for spec in specs:
-            each = storage_bytes(self.nbytes(spec))
-            key = (*self._kind(spec), spec.columns, each)
-            if key not in filling or (len(filling[key]) + 1) * each > most:
-                filling[key] = []
-                groups.append(filling[key])
-            filling[key].append(spec)
-        return groups
+            groups.setdefault((*self._kind(spec), spec.columns, storage_bytes(self.nbytes(spec))), []).append(spec)
+        return list(groups.values())
 
     def _fill(self, storage: Storage, spec: WeightSpec, source: WeightSource, uploader: Uploader) -> None:
         slots = row_slots(spec, self.lanes.tile, self.lanes.block_rows)
