@@ -215,7 +215,9 @@ def test_slots_that_are_missing_closed_or_unbaked(one_path: Held) -> None:
     kv.close()
 
 
-@pytest.mark.parametrize("difference", ["dtype", "encoding", "bundled", "less", "more", "same twice", "in part the same"])
+@pytest.mark.parametrize(
+    "difference", ["dtype", "encoding", "bundled", "less", "more", "same twice", "in part the same"]
+)
 def test_storages_that_are_not_interchangeable(one_path: Held, difference: str) -> None:
     device, kv = one_path.model.device, one_path.model.new_kv_cache(ROWS)
     size = kv.geometry.slot_bytes

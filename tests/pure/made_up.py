@@ -62,6 +62,8 @@ class MadeUpDevice:
     def allocate(self, *_: object, **__: object) -> NoReturn:
         raise AssertionError("something was allocated")
 
+    allocate_parts = allocate
+
 
 class MadeUpSource:
     """A model file's headers."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from vkdecode.runtime import OrderStep
+from vkdecode.graph import NodeId
+from vkdecode.runtime import OrderStep, Plan
 
 Access = tuple[Iterable[int], Iterable[int]]
 Dependence = tuple[str, int, int, int]
@@ -67,6 +68,11 @@ def faults(
     found += [f"upload of {one} is missing" for one in set(uploads) - arrived]
     found += [f"target {one} never reaches the host" for one in set(targets) - on_host]
     return found
+
+
+def places(plan: Plan, nodes: Iterable[NodeId]) -> tuple[NodeId, ...]:
+    """Buffers, activations by the memory that holds them."""
+    return tuple(NodeId(-1 - plan.slots[one]) if one in plan.slots else one for one in nodes)
 
 
 def runs_of(steps: Iterable[OrderStep]) -> list[int]:

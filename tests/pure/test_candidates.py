@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from fakes import VOCAB_SIZE, FakeContext, FakeKvCache, FakeModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from order_check import faults
+from order_check import faults, places
 from tiny_llama import LANES, LOCATION, PATHS, step_graph
 
 from vkdecode.decode import MOST_CANDIDATES, StepOptions
@@ -208,6 +209,9 @@ def test_each_recording_is_ordered_and_holds_what_it_needs(
         segments = [sum(a <= at < b for at in kept) for a, b in itertools.pairwise(ends)]
         uploads = {one for one in plan.constants if graph.node(one).op is Op.DATA}
         assert faults(numbered, accesses, segments, uploads, {step.logits, wanted}) == []
+        in_memory = [[replace(step, buffers=places(plan, step.buffers)) for step in steps] for steps in numbered]
+        held = [(places(plan, reads), places(plan, writes)) for reads, writes in accesses]
+        assert faults(in_memory, held, segments, targets=places(plan, (step.logits, wanted))) == []
         kernels[wanted] = [plan.dispatches[at].kernel.key.split()[0] for at in kept]
         unsynced = {one for at, run in enumerate(plan.dispatches) if at not in kept for one in run.writes}
         assert not unsynced & {one for steps in order for each in steps if each.kind == "sync" for one in each.buffers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -23,6 +23,7 @@ def planned(
     segments: Sequence[int] = (),
     uploads: Sequence[int] = (),
     targets: Sequence[int] = (),
+    places: Mapping[int, int] | None = None,
 ) -> tuple[Order, tuple[Hazard, ...]]:
     """Plan with every buffer below `KV` syncable, and all in one segment by default."""
     named = [([NodeId(one) for one in reads], [NodeId(one) for one in writes]) for reads, writes in accesses]
@@ -33,6 +34,7 @@ def planned(
         syncable,
         [NodeId(one) for one in uploads],
         [NodeId(one) for one in targets],
+        {NodeId(one): NodeId(place) for one, place in (places or {}).items()},
     )
 
 
@@ -81,6 +83,34 @@ def test_a_dispatch_that_reads_and_overwrites_one_buffer_does_not_wait_for_itsel
     order, hazards = planned([((KV,), (0, KV))], targets=(0,))
     assert told(order) == ["run 0", "sync [0]"]
     assert hazards == ()
+
+
+def test_what_takes_the_place_of_another_waits_for_its_readers() -> None:
+    accesses = [((0,), (1,)), ((1,), (2,)), ((2,), (3,))]
+    order, hazards = planned(accesses, uploads=(0,), targets=(3,), places={0: 9, 3: 9})
+    assert told(order) == ["upload [0]", "run 0", "sync [1]", "run 1", "sync [2]", "run 2", "sync [3]"]
+    assert Hazard("WAR", NodeId(3), 0, 2, 4) in hazards
+
+
+@pytest.mark.parametrize(
+    ("accesses", "text"),
+    [
+        ([((0,), (1,)), ((0,), (3,))], None),
+        ([((0,), ()), ((), (3,))], "dispatch 1 overwrites .* nothing can order them"),
+        (
+            [((), (3,)), ((3,), (1,)), ((0,), (2,))],
+            "dispatch 2 reads buffer 0, which another one has taken the place of",
+        ),
+        ([((), (0,)), ((0,), (1,)), ((1,), (3,))], "buffer 9 is written by dispatches 0 and 2"),
+    ],
+)
+def test_a_place_that_cannot_be_taken_in_order_is_refused(accesses: list[Access], text: str | None) -> None:
+    if text is None:
+        order, _ = planned(accesses, places={0: 9, 3: 9})
+        assert told(order) == ["run 0", "sync [1]", "run 1"]
+        return
+    with pytest.raises(InvalidInputError, match=text):
+        planned(accesses, places={0: 9, 3: 9})
 
 
 def test_submissions_are_ordered_by_the_wait_between_them() -> None:

@@ -7,9 +7,10 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from vkdecode.errors import InvalidInputError
 from vkdecode.graph import NodeId
@@ -46,6 +47,7 @@ def plan_order(
     syncable: AbstractSet[NodeId],
     uploads: Sequence[NodeId],
     targets: Sequence[NodeId],
+    places: Mapping[NodeId, NodeId] = MappingProxyType({}),
 ) -> tuple[tuple[tuple[OrderStep, ...], ...], tuple[Hazard, ...]]:
     """Place the ordering operations.
 
@@ -55,6 +57,7 @@ def plan_order(
         syncable: buffers that can be synced (they have a host-visible twin).
         uploads: buffers copied from the host at the start.
         targets: buffers copied to the host at the end.
+        places: for buffers that others lie in the place of, one after the other, what names the place.
 
     Returns:
         The steps of each segment, and every hazard with the step that orders it.
@@ -69,7 +72,7 @@ def plan_order(
     first = 0
     for number, count in enumerate(segments):
         is_last = number == len(segments) - 1
-        segment = _Segment(syncable, tuple(uploads) if number == 0 else ())
+        segment = _Segment(syncable, tuple(uploads) if number == 0 else (), places)
         for index in range(first, first + count):
             segment.add(index, *accesses[index])
         segment.finish(tuple(targets) if is_last else ())
@@ -82,21 +85,30 @@ def plan_order(
 class _Segment:
     """The steps of one submission while they are laid out."""
 
-    def __init__(self, syncable: AbstractSet[NodeId], uploads: tuple[NodeId, ...]) -> None:
+    def __init__(
+        self, syncable: AbstractSet[NodeId], uploads: tuple[NodeId, ...], places: Mapping[NodeId, NodeId]
+    ) -> None:
         self.steps: list[OrderStep] = [OrderStep("upload", uploads)] if uploads else []
         self.hazards: list[Hazard] = []
         self._syncable = syncable
+        self._places = places
         self._writer: dict[NodeId, int] = {}
+        self._written: dict[NodeId, int] = {}  # places
         self._readers: dict[NodeId, list[int]] = {}
         self._synced: dict[NodeId, int] = {}
         self._last_sync = -1
         self._last_run_at: dict[int, int] = {}
 
     def add(self, index: int, reads: Sequence[NodeId], writes: Sequence[NodeId]) -> None:
-        for buffer in writes:
-            if buffer in self._writer:
+        for place in map(self._place, writes):
+            if place in self._written:
                 raise InvalidInputError(
-                    f"buffer {buffer} is written by dispatches {self._writer[buffer]} and {index} of one segment"
+                    f"buffer {place} is written by dispatches {self._written[place]} and {index} of one segment"
+                )
+        for buffer in reads:
+            if buffer not in self._writer and self._place(buffer) in self._written:
+                raise InvalidInputError(
+                    f"dispatch {index} reads buffer {buffer}, which another one has taken the place of"
                 )
         waits = [buffer for buffer in reads if buffer in self._writer and buffer not in self._synced]
         for buffer in waits:
@@ -104,7 +116,7 @@ class _Segment:
                 raise InvalidInputError(
                     f"dispatch {index} reads buffer {buffer}, whose write cannot be synced in one segment"
                 )
-        earlier = [(buffer, one) for buffer in writes for one in self._readers.get(buffer, ())]
+        earlier = [(buffer, one) for buffer in writes for one in self._readers.get(self._place(buffer), ())]
         if waits:
             self._sync(tuple(waits))
         elif any(self._last_sync < self._last_run_at[one] for _, one in earlier):
@@ -121,13 +133,17 @@ class _Segment:
         self.steps.append(OrderStep("run", dispatch=index))
         self._last_run_at[index] = len(self.steps) - 1
         for buffer in reads:
-            self._readers.setdefault(buffer, []).append(index)
+            self._readers.setdefault(self._place(buffer), []).append(index)
         self._writer.update(dict.fromkeys(writes, index))
+        self._written.update(dict.fromkeys(map(self._place, writes), index))
 
     def finish(self, targets: tuple[NodeId, ...]) -> None:
         pending = tuple(one for one in targets if one not in self._synced)
         if pending:
             self._sync(pending)
+
+    def _place(self, buffer: NodeId) -> NodeId:
+        return self._places.get(buffer, buffer)
 
     def _sync(self, buffers: tuple[NodeId, ...]) -> None:
         self.steps.append(OrderStep("sync", buffers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from vkdecode.errors import TopologyChanged
 from vkdecode.gpu import Kernel, Lanes
@@ -58,7 +59,8 @@ class Plan:
         segments: how many of them each submission holds, in order.
         order: the steps of each segment: uploads, dispatches (by index) and the operations that order them.
         hazards: every dependence inside a segment and the step that orders it.
-        slots: for each activation the slot that holds it; a slot is reused in a later segment.
+        slots: for each activation the slot that holds it; once its last reader is ordered before it, a later segment
+            reuses a slot.
         slot_bytes: bytes of each slot.
         targets: nodes whose values are copied to the host at the end.
 
@@ -157,6 +159,7 @@ def lower(
         [(one.reads, one.writes) for one in dispatches],
         segments,
         syncable=set(slots),
+        places={node: NodeId(-1 - slot) for node, slot in slots.items()},
         uploads=sorted(data),
         targets=targets,
     )
@@ -180,29 +183,43 @@ def _segments(works: Sequence[int], cuts: Sequence[bool], most_work: int) -> tup
 def _assign_slots(
     graph: Graph, dispatches: Sequence[Dispatch], segments: tuple[int, ...], targets: tuple[NodeId, ...]
 ) -> tuple[dict[NodeId, int], tuple[int, ...]]:
-    """Give every activation a slot: inside a segment each its own, later segments reuse freed ones."""
-    segment_of = [number for number, count in enumerate(segments) for _ in range(count)]
-    made: dict[NodeId, int] = {}
+    """Give every activation a slot. No slot is written twice in a segment; later segments reuse freed ones.
+
+    Within the segment that reads a slot's last value it is free for a dispatch that waits for what was written at that
+    reading or after: so the layers of a prompt hold their values in the same slots, and bind the same buffers.
+    """
+    first_of = [start for start, count in zip(accumulate((0, *segments)), segments, strict=False) for _ in range(count)]
+    writer: dict[NodeId, int] = {}
     last: dict[NodeId, int] = {}
-    for segment, dispatch in zip(segment_of, dispatches, strict=True):
+    for index, dispatch in enumerate(dispatches):
+        for buffer in dispatch.bindings:
+            last[buffer] = index
         for buffer in dispatch.writes:
             if graph.node(buffer).op is not Op.KV:
-                made[buffer] = segment
-        for buffer in dispatch.bindings:
-            last[buffer] = segment
+                writer[buffer] = index
     for buffer in targets:
-        last[buffer] = len(segments)
+        last[buffer] = len(dispatches)
     slots: dict[NodeId, int] = {}
     slot_bytes: list[int] = []
-    free_after: list[int] = []
-    for buffer, segment in made.items():
+    held: list[NodeId] = []
+    written_by: list[tuple[str, Mapping[str, int]]] = []
+    for buffer, index in writer.items():
         tokens, features = graph.node(buffer).shape
         nbytes = tokens * features * 4
-        fits = (slot for slot, size in enumerate(slot_bytes) if size == nbytes and free_after[slot] < segment)
-        slot = next(fits, len(slot_bytes))
+        first = first_of[index]
+        # What ran up to this one is ordered before the dispatch: by the wait between segments, or that for an input.
+        waited = [writer[one] for one in dispatches[index].reads if writer.get(one, -1) >= first]
+        ordered = max(waited, default=first - 1)
+        fits = [
+            slot
+            for slot, size in enumerate(slot_bytes)
+            if size == nbytes and last[held[slot]] <= ordered and writer[held[slot]] < first
+        ]
+        kernel = dispatches[index].kernel.key, dispatches[index].spec
+        slot = min(fits, key=lambda one: written_by[one] != kernel, default=len(slot_bytes))
         if slot == len(slot_bytes):
             slot_bytes.append(nbytes)
-            free_after.append(0)
-        slots[buffer] = slot
-        free_after[slot] = last[buffer]
+            held.append(buffer)
+            written_by.append(kernel)
+        slots[buffer], held[slot], written_by[slot] = slot, buffer, kernel
     return slots, tuple(slot_bytes)
