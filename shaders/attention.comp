@@ -84,6 +84,7 @@ struct Running {
 
 #ifdef LANES_SUBGROUP
 shared vec4 partial[WORKGROUP];
+vec4 kept_q[QUERIES][(ROW_WORDS + WORKGROUP - 1) / WORKGROUP];  // a lane's words of the queries; see kept_x in linear.comp
 #else
 shared vec4 partial[WORKGROUP];
 shared vec4 query[QUERIES * ROW_WORDS];
@@ -94,8 +95,12 @@ uint query_head(uint i) {
     return gl_WorkGroupID.x * QUERY_HEADS + i % QUERY_HEADS;
 }
 
+uint first_query_token() {
+    return spread(gl_WorkGroupID.y, gl_NumWorkGroups.y) * QUERY_TOKENS;
+}
+
 uint query_token(uint i) {
-    return gl_WorkGroupID.y * QUERY_TOKENS + i / QUERY_HEADS;
+    return first_query_token() + i / QUERY_HEADS;
 }
 
 uint query_word(uint i) {
@@ -138,10 +143,9 @@ void score_block(bool cached, uint kv_head, uint position, out float score[QUERI
 #ifdef LANES_SUBGROUP
     [[dont_unroll]] for (uint base = 0; base < ROW_WORDS; base += WORKGROUP) {
         vec4 held[QUERIES];
-        uint mine = min(base + LANE, ROW_WORDS - 1);
-        [[unroll]] for (uint i = 0; i < QUERIES; ++i) held[i] = q[query_word(i) + mine];
+        [[unroll]] for (uint i = 0; i < QUERIES; ++i) held[i] = kept_q[i][base / WORKGROUP];
         [[unroll]] for (uint j = 0; j < WORKGROUP; ++j) {
-            if (base + j < ROW_WORDS) {
+            if (ROW_WORDS % WORKGROUP == 0 || base + j < ROW_WORDS) {
                 vec4 key = load_k(cached, kv_head, position, base + j);
                 [[unroll]] for (uint i = 0; i < QUERIES; ++i) score[i] += dot(key, subgroupShuffle(held[i], j));
             }
@@ -179,22 +183,21 @@ void fold_block(bool cached, uint kv_head, uint start, uint first, uint count, i
     }
     const uint part = LANE / ROW_WORDS;
 #ifdef LANES_SUBGROUP
+    // Rows behind the last one stand for it and weigh nothing: cheaper than to leave them out, which masks all sums.
     [[unroll]] for (uint j = 0; j < WORKGROUP; j += PARTS) {
-        if (j < count) {
-            uint mine = min(j + part, count - 1);
-            bool counted = part < PARTS && j + part < count;
-            float shared_weight[QUERIES];
+        uint mine = min(j + part, count - 1);
+        bool counted = part < PARTS && j + part < count;
+        float shared_weight[QUERIES];
+        [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
+            shared_weight[i] = PARTS == 1 ? subgroupShuffle(weights[i], j) : subgroupShuffle(weights[i], mine);
+        }
+        [[unroll]] for (uint w = 0; w < WORDS; ++w) {
+            uint word = min(w * WORKGROUP + LANE - (PARTS > 1 ? part * ROW_WORDS : 0), ROW_WORDS - 1);
+            vec4 row = load_v(cached, kv_head, first + mine, word);
             [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
-                shared_weight[i] = PARTS == 1 ? subgroupShuffle(weights[i], j) : subgroupShuffle(weights[i], mine);
-            }
-            [[unroll]] for (uint w = 0; w < WORDS; ++w) {
-                uint word = min(w * WORKGROUP + LANE - (PARTS > 1 ? part * ROW_WORDS : 0), ROW_WORDS - 1);
-                vec4 row = load_v(cached, kv_head, first + mine, word);
-                [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
-                    // A row that no query sees may hold NaN: it is left out, not multiplied by zero.
-                    bool seen = counted && shared_weight[i] > 0.0;
-                    state.value[i * WORDS + w] += mix(vec4(0.0), shared_weight[i] * row, bvec4(seen));
-                }
+                // A row that no query sees may hold NaN: it is left out, not multiplied by zero.
+                bool seen = counted && shared_weight[i] > 0.0;
+                state.value[i * WORDS + w] += mix(vec4(0.0), shared_weight[i] * row, bvec4(seen));
             }
         }
     }
@@ -219,7 +222,7 @@ void fold_block(bool cached, uint kv_head, uint start, uint first, uint count, i
 
 // Folds positions below `end`, but for those that even the first token of the workgroup does not see.
 void fold_range(bool cached, uint kv_head, uint start, uint end, inout Running state) {
-    uint first = first_visible(start + gl_WorkGroupID.y * QUERY_TOKENS);
+    uint first = first_visible(start + first_query_token());
     [[dont_unroll]] for (; first < end; first += WORKGROUP) {
         fold_block(cached, kv_head, start, first, min(end - first, WORKGROUP), state);
     }
@@ -250,10 +253,15 @@ void fold_own_row(uint kv_head, inout Running state) {
 
 void main() {
     const uint kv_head = gl_WorkGroupID.x * QUERY_HEADS / GROUP;
-    const uint first_token = gl_WorkGroupID.y * QUERY_TOKENS;
+    const uint first_token = first_query_token();
     const uint tokens = token_count[0];
     if (first_token >= tokens) return;
-#ifdef LANES_SHARED
+#ifdef LANES_SUBGROUP
+    [[dont_unroll]] for (uint base = 0; base < ROW_WORDS; base += WORKGROUP) {
+        uint mine = min(base + LANE, ROW_WORDS - 1);
+        [[unroll]] for (uint i = 0; i < QUERIES; ++i) kept_q[i][base / WORKGROUP] = q[query_word(i) + mine];
+    }
+#else
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
         for (uint word = LANE; word < ROW_WORDS; word += WORKGROUP) query[i * ROW_WORDS + word] = q[query_word(i) + word];
     }

@@ -16,16 +16,32 @@
 layout(local_size_x_id = 0) in;
 layout(constant_id = 0) const uint WORKGROUP = 32;
 
+// A workgroup's place among as many: bits reversed, for a power of two. CPU drivers give each thread a row of neighbours; so the
+// threads share what the first or the last have more to do.
+uint spread(uint group, uint groups) {
+    if (groups < 2 || (groups & (groups - 1)) != 0) return group;
+    return bitfieldReverse(group) >> (32 - findMSB(groups));
+}
+
 #ifdef LANES_SUBGROUP
 
 #define LANE gl_SubgroupInvocationID
 
+// A CPU driver runs subgroup reductions lane by lane; a shuffle with a constant index is one instruction there.
+const uint FEW_LANES = 16;
+
 float lane_sum(float value) {
-    return subgroupAdd(value);
+    if (WORKGROUP > FEW_LANES) return subgroupAdd(value);
+    float sum = subgroupShuffle(value, 0);
+    [[unroll]] for (uint lane = 1; lane < min(WORKGROUP, FEW_LANES); ++lane) sum += subgroupShuffle(value, lane);
+    return sum;
 }
 
 float lane_max(float value) {
-    return subgroupMax(value);
+    if (WORKGROUP > FEW_LANES) return subgroupMax(value);
+    float most = subgroupShuffle(value, 0);
+    [[unroll]] for (uint lane = 1; lane < min(WORKGROUP, FEW_LANES); ++lane) most = max(most, subgroupShuffle(value, lane));
+    return most;
 }
 
 #else

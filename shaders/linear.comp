@@ -188,15 +188,17 @@ uint staged_at;
 
 #if TOKENS > 1
 
+// Four columns at a time, so that few weights and the sums of one token are live; 4-bit blocks have them in one word.
 void add_chunk(uint block, uint chunk, uint lane, inout vec4 sums[TOKENS]) {
     Chunk held = load_chunk(block, chunk, lane);
-    [[unroll]] for (uint j = 0; j < 4; ++j) {
-        // All weights first: then the sums of one token at a time are live, not those of all.
-        vec4 weights[PACK / 4];
-        [[unroll]] for (uint l = 0; l < PACK / 4; ++l) weights[l] = weight_at(held, l, j);
+    [[unroll]] for (uint c = 0; c < PACK; c += 4) {
+        const uint l = c / 8;
+        const uint j = c % 8 / 2;
+        vec4 weights[4];
+        [[unroll]] for (uint k = 0; k < 4; ++k) weights[k] = weight_at(held, l + 4 * (k % 2), j + k / 2);
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
             vec4 sum = sums[t];
-            [[unroll]] for (uint l = 0; l < PACK / 4; ++l) sum = fma(weights[l], vec4(X_AT(t, l, j)), sum);
+            [[unroll]] for (uint k = 0; k < 4; ++k) sum = fma(weights[k], vec4(X_AT(t, l + 4 * (k % 2), j + k / 2)), sum);
             sums[t] = sum;
         }
     }
@@ -317,8 +319,10 @@ void accumulate(uint block, uint lane, uint first_token, inout vec4 sums[TOKENS]
 
 void main() {
     const uint lane = LANE % TILE;
-    const uint first_token = gl_WorkGroupID.y * TOKENS;
-#if TOKENS > 1
+#if TOKENS == 1
+    const uint first_token = gl_WorkGroupID.y;
+#else
+    const uint first_token = spread(gl_WorkGroupID.y, gl_NumWorkGroups.y) * TOKENS;
     if (first_token >= token_count[0]) return;
 #endif
     uint first_x = first_token;
