@@ -75,10 +75,17 @@ const uint CHUNKS = (COLUMNS + PACK - 1) / PACK;
 
 float norm_mean[TOKENS];
 float norm_scale[TOKENS];
+#if TOKENS > 1
+uint real_tokens;  // of this tile
+#endif
 
 // Columns 4 * word to 4 * word + 3 of the t-th token of this tile, normalized; an RMS norm leaves its factor to the finished sums.
+// Padding tokens may hold anything, also denormal numbers, with which processors take a hundred times as long: they count as zeros.
 vec4 load_x(uint first_token, uint t, uint word, vec4 norm) {
     if (COLUMNS % PACK != 0 && word >= COLUMNS / 4) return vec4(0.0);
+#if TOKENS > 1
+    if (t >= real_tokens) return vec4(0.0);
+#endif
     vec4 values = x[(first_token + t) * (COLUMNS / 4) + word];
     if (NORM == 2) values = (values - norm_mean[t]) * norm_scale[t];
     if (NORM != 0) values *= norm;
@@ -324,6 +331,7 @@ void main() {
 #else
     const uint first_token = spread(gl_WorkGroupID.y, gl_NumWorkGroups.y) * TOKENS;
     if (first_token >= token_count[0]) return;
+    real_tokens = token_count[0] - first_token;
 #endif
     uint first_x = first_token;
     uint first_block = 0;
