@@ -125,7 +125,7 @@ def _checked_highest(logits: object) -> float:
         raise InvalidInputError(
             f"logits of shape {row.shape} and dtype {row.dtype} cannot be sampled; give one row of floats"
         )
-    highest = float(row.max())  # NaN anywhere makes this NaN
+    highest = float(row[0] if row.size == 1 else row.max())  # NaN anywhere makes this NaN
     if not math.isfinite(highest):
         raise VkDecodeError(_bad_logits(row, highest))
     return highest

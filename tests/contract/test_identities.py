@@ -124,7 +124,7 @@ def test_other_rope_frequencies_need_no_other_plan(
         np.testing.assert_array_equal(decode(model, tokens, kv, context), anew(model, tokens))
         key, session = model.shape_key, context.take_decode_session()
         context.put_decode_session(session)
-        model._rope = turned._rope
+        model._rope_rows = turned._rope_rows
         kv.truncate_to(0)
         np.testing.assert_array_equal(decode(model, tokens, kv, context), expected)
         assert model.shape_key == key

@@ -7,7 +7,6 @@ neither.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -62,6 +61,6 @@ def left_out(step: StepGraph, wanted: NodeId) -> frozenset[NodeId]:
     return frozenset(behind - set(step.graph.reachable([wanted])))
 
 
-def as_candidates(words: Sequence[int]) -> Candidates:
-    """What a TOP_K node left, pairs of an id and a logit's bits."""
-    return Candidates(np.array(words[::2], np.int64), np.array(words[1::2], np.uint32).view(np.float32))
+def as_candidates(pairs: NDArray[np.float32]) -> Candidates:
+    """What a TOP_K node left, pairs of an id's bits and a logit."""
+    return Candidates(pairs.view(np.uint32)[::2].astype(np.int64), pairs[1::2])

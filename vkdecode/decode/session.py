@@ -333,7 +333,7 @@ class DecodeSession:
         node = candidates_node(self._step, count)
         if node is None:
             raise InvalidInputError(f"this plan has no list of {count} candidates; read the logits")
-        best = as_candidates(self.executable.read_words(node, 2 * count))
+        best = as_candidates(self.executable.read(node, 2 * count))
         if math.isfinite(best.logits[0]):
             return best
         row = self.executable.read(self.logits_node)

@@ -181,10 +181,12 @@ def prompt_steps(model: DecodeModel, tokens: int, mode: DecodeMode | None = None
 
 def step_data(model: DecodeModel, session: DecodeSession, ids: NDArray[np.uint32], cached_len: int) -> DecodeTokenData:
     """What a session binds for these tokens after `cached_len` rows; ids are padded to the session's room."""
-    padded = np.zeros(session.seq, np.uint32)
-    padded[: ids.size] = ids
-    # Padding repeats the last position: a model may know no further one.
-    positions = np.minimum(np.arange(cached_len, cached_len + session.seq), max(cached_len + ids.size - 1, 0))
+    padded, positions = ids, np.array([cached_len])
+    if not ids.size == session.seq == 1:  # a token alone is met at every step
+        padded = np.zeros(session.seq, np.uint32)
+        padded[: ids.size] = ids
+        # Padding repeats the last position: a model may know no further one.
+        positions = np.minimum(np.arange(cached_len, cached_len + session.seq), max(cached_len + ids.size - 1, 0))
     cos, sin = model.rope_cos_sin(positions, session.max_seq_len)
     mask = None
     if session.mask_node is not None:

@@ -139,8 +139,10 @@ class Recording:
         kp = device.kp
         copied = [step for step in self._steps if not isinstance(step, Run)]
         self._staged = tuple({id(one): one for step in copied for one in step.storages}.values())
-        self.synced = frozenset(id(one) for step in copied if isinstance(step, Sync) for one in step.storages)
-        """Identities of the storages whose host-visible twins it brings up to date."""
+        self.synced = tuple(one for step in copied if isinstance(step, Sync) for one in step.storages)
+        """The storages whose host-visible twins it brings up to date."""
+        self.watched: tuple[Storage, ...] = ()
+        """Those of them that whoever submits it looks at afterwards."""
         self._checked_at = -1  # the closings after which all of them were still open
         with device.lock:
             self._sequence: Any = device.manager.sequence()

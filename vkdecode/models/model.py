@@ -6,7 +6,7 @@ Plans and sessions do not live here: they belong to the generate loop's `Inferen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from vkdecode.graph import WeightSpec
 from vkdecode.models.config import DecoderConfig
 from vkdecode.models.memory import MemoryReport, check_kv_cache, memory_report, plan_load
 from vkdecode.models.registry import architecture_of
+from vkdecode.models.rope import RopeRows
 from vkdecode.models.tensors import TensorTable
 from vkdecode.runtime import InferenceContext, WeightStore
 from vkdecode.weights import DType, WeightSource, open_weights
@@ -64,6 +65,10 @@ class Model:
         self.path: Path = source.path
         self.config: DecoderConfig = self._architecture.parse_config(source.config)
         self._rope = self._architecture.rope(source.config, self.config)
+        pairs = self.config.head_dim // 2
+        self._rope_rows = [RopeRows(self._rope, pairs), RopeRows(self._rope.local or self._rope, pairs)]
+        c = self.config
+        self._kv_geometry = KvGeometry(c.num_hidden_layers, c.num_key_value_heads, 1, c.head_dim, DType.F32)
         self._tensors = TensorTable(source, dtype)
         self._tensors.check_layers(self._architecture.layers, self.config.num_hidden_layers)
         self._architecture.check_tensors(self.config, self._tensors)
@@ -126,8 +131,10 @@ class Model:
 
     def kv_geometry(self, max_seq_len: int, dtype: str) -> KvGeometry:
         """The shape of a cache for this model."""
-        c = self.config
-        return KvGeometry(c.num_hidden_layers, c.num_key_value_heads, max_seq_len, c.head_dim, DType(dtype))
+        known = self._kv_geometry  # every step asks for that of its cache
+        if (known.max_seq_len, known.dtype.value) != (max_seq_len, dtype):
+            self._kv_geometry = known = replace(known, max_seq_len=max_seq_len, dtype=DType(dtype))
+        return known
 
     def build_step(self, options: StepOptions, geometry: KvGeometry) -> StepGraph:
         """A new, unoptimized graph of one step."""
@@ -149,9 +156,7 @@ class Model:
             local: those of the windowed layers, for a model whose layers differ.
 
         """
-        rope = self._rope.local if local and self._rope.local is not None else self._rope
-        cos, sin = rope.for_length(max_seq_len).cos_sin(positions, self.config.head_dim // 2)
-        return cos, sin
+        return self._rope_rows[local].cos_sin(positions, max_seq_len)
 
     def new_kv_cache(self, max_seq_len: int, dtype: str = "f32") -> KvCache:
         """An empty KV cache on the model's device.

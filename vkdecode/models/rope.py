@@ -8,6 +8,7 @@ function.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,6 +70,34 @@ class Rope:
         cos[:, : len(self.inv_freq)] = np.cos(angles) * self.attention_factor
         sin[:, : len(self.inv_freq)] = np.sin(angles) * self.attention_factor
         return cos, sin
+
+
+class RopeRows:
+    """What a model asks of its embedding at every step.
+
+    Decoding asks for one position after the other, so these are worked out some at a time.
+    """
+
+    _TOGETHER = 64
+
+    def __init__(self, rope: Rope, pairs: int) -> None:
+        self._rope = rope
+        self._pairs = pairs
+        self._first = 0
+        self._max_seq_len: int | None = None
+        self._rows: tuple[F32, F32] = np.empty((0, pairs), np.float32), np.empty((0, pairs), np.float32)
+
+    def cos_sin(self, positions: NDArray[Any], max_seq_len: int | None) -> tuple[F32, F32]:
+        """As `Rope.cos_sin`, over a context of this length; raises like it."""
+        if positions.size != 1:
+            return self._rope.for_length(max_seq_len).cos_sin(positions, self._pairs)
+        at = int(positions[0]) - self._first
+        if not 0 <= at < len(self._rows[0]) or max_seq_len != self._max_seq_len:
+            self._first, self._max_seq_len, at = int(positions[0]), max_seq_len, 0
+            last = max(min(self._first + self._TOGETHER, self._rope.max_positions or sys.maxsize), self._first + 1)
+            rope = self._rope.for_length(max_seq_len)
+            self._rows = rope.cos_sin(np.arange(self._first, last), self._pairs)
+        return self._rows[0][at : at + 1], self._rows[1][at : at + 1]
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ class Executable:
 
         Leaving one out is right only where nothing that stays depends on it.
         """
-        recordings = []
+        recordings: list[Recording] = []
+        targets = {id(self.storage(node)) for node in self.plan.targets}
         for steps in steps_for(self.plan, include):
             made: list[Step] = []
             for step in steps:
@@ -115,6 +116,7 @@ class Executable:
                     storages = tuple(self.storage(node) for node in step.buffers)
                     made.append(Upload(storages) if step.kind == "upload" else Sync(storages))
             recordings.append(Recording(self._device, made))
+            recordings[-1].watched = tuple(one for one in recordings[-1].synced if id(one) in targets)
         return recordings
 
     def record_effects(self, env: SymEnv, include: Callable[[Dispatch], bool]) -> Recording:
@@ -132,9 +134,7 @@ class Executable:
             DeviceLostError: it was not.
 
         """
-        targets = (self.storage(node) for node in self.plan.targets)
-        copied = (one for one in targets if any(id(one) in recording.synced for recording in recordings))
-        marks = [storage.words for storage in copied]
+        marks = [storage.words for recording in recordings for storage in recording.watched]
         for mark in marks:
             mark[0] = _UNWRITTEN
         for recording in recordings:
@@ -146,21 +146,16 @@ class Executable:
                 f"them '{kernels[-1]}'; close the device and open a new one"
             )
 
-    def read(self, node: NodeId) -> NDArray[np.float32]:
-        """A copy of a target's values, flat, after a submission.
+    def read(self, node: NodeId, count: int | None = None) -> NDArray[np.float32]:
+        """A copy of a target's values, or of so many from the first on, flat, after a submission.
 
         A storage is rounded up to 16 bytes; what is behind the values is left out.
         """
-        count = self.plan.slot_bytes[self.plan.slots[node]] // 4
+        if count is None:
+            count = self.plan.slot_bytes[self.plan.slots[node]] // 4
         values = np.array(self.storage(node).data[:count], np.float32)
         self.bytes_read += values.nbytes
         return values
-
-    def read_words(self, node: NodeId, count: int) -> list[int]:
-        """The first words of a target as unsigned integers, after a submission."""
-        self.bytes_read += 4 * count
-        words: list[int] = self.storage(node).words[:count].tolist()
-        return words
 
     def close(self) -> None:
         """Give the activations back, unless another plan uses them, and let go of the constants."""
