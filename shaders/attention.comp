@@ -312,9 +312,11 @@ void main() {
             uint token = first_token + i;
             if (token < tokens && offset[0] + token < MAX_SEQ) {
                 uint row = (kv_head * MAX_SEQ + offset[0] + token) * ROW_WORDS;
+                uint k_row = KV_UNIT_WORDS * cache_k_first + row;
+                uint v_row = KV_UNIT_WORDS * cache_v_first + row;
                 for (uint word = LANE; word < ROW_WORDS; word += WORKGROUP) {
-                    cache_k[KV_UNIT_WORDS * cache_k_first + row + word] = KV_STORE(k[token * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word]);
-                    cache_v[KV_UNIT_WORDS * cache_v_first + row + word] = KV_STORE(v[token * V_STRIDE + V_OFFSET + kv_head * ROW_WORDS + word]);
+                    cache_k[k_row + word] = KV_STORE(k[token * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word]);
+                    cache_v[v_row + word] = KV_STORE(v[token * V_STRIDE + V_OFFSET + kv_head * ROW_WORDS + word]);
                 }
             }
         }

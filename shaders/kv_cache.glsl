@@ -1,5 +1,6 @@
 // One K or V cache of a layer: [kv_heads][MAX_SEQ][HEAD_DIM], four values of one row at a time.
-// KV_F32 holds a vec4; KV_F16 holds two packed half pairs. A layer begins KV_UNIT_WORDS times some units of 16 bytes into its buffer. Rows from the cached length on hold anything, NaN included.
+// KV_F32 holds a vec4; KV_F16 holds two packed half pairs. Rows from the cached length on hold anything, NaN included.
+// A layer begins some units of 16 bytes into its buffer, KV_UNIT_WORDS words each.
 #ifndef KV_CACHE_GLSL
 #define KV_CACHE_GLSL
 

@@ -19,8 +19,8 @@ layout(constant_id = 0) const uint WORKGROUP = 32;
 // A workgroup's place among as many: bits reversed, for a power of two. CPU drivers give each thread a row of neighbours; so the
 // threads share what the first or the last have more to do.
 uint spread(uint group, uint groups) {
-    if (groups < 2 || (groups & (groups - 1)) != 0) return group;
-    return bitfieldReverse(group) >> (32 - findMSB(groups));
+    if ((groups & (groups - 1)) != 0) return group;
+    return bitfieldReverse(group) >> 1 >> (31 - findMSB(groups));
 }
 
 #ifdef LANES_SUBGROUP

@@ -257,8 +257,8 @@ void load_chunk_of_x(uint first_token, uint chunk, uint lane) {
 
 #if TOKENS > 1
 
-// A lane's part of x for all groups. On a CPU driver an own array is read in a sixth of the instructions that a storage buffer takes,
-// if only its last index varies: it is then split into an array for each token, and all share what the index costs.
+// A lane's part of x for all groups. A CPU driver reads an own array in a sixth of the instructions of a storage buffer, if only the
+// last index varies: it then makes an array for each token, and all share what the index costs.
 vec4 kept_x[TOKENS][SPANS][KEEP_X != 0 ? CHUNKS : 1];
 
 void keep_x(uint first_token, uint lane) {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from vkdecode.errors import ClosedError, InvalidInputError, ShaderError
+from vkdecode.errors import ClosedError, InvalidInputError, OutOfDeviceMemoryError, ShaderError
 from vkdecode.gpu import Algorithm, Device, Recording, Run, Storage, StorageKind, Sync, Uploader, read_words, registry
 from vkdecode.weights.dtypes import DType
 
@@ -71,6 +72,41 @@ def test_the_memory_is_given_back_with_the_last_part(device: Device) -> None:
 def _two_parts(device: Device) -> tuple[Storage, Storage]:
     whole = device.allocate(64, DType.F32)
     return whole.part(0, 32), whole.part(32, 32)
+
+
+def test_parts_of_one_size_lie_side_by_side_in_buffers_that_are_not_too_large(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = device.allocate_parts(3, 20, DType.F16, "tiles8")
+    assert {one.whole for one in together} == {together[0].whole}
+    assert [(one.first_byte, one.nbytes, one.dtype, one.encoding) for one in together] == [
+        (first, 32, DType.F16, "tiles8") for first in (0, 32, 64)
+    ]
+    monkeypatch.setattr("vkdecode.gpu.device._MOST_BYTES_TOGETHER", 64)
+    apart = device.allocate_parts(5, 32, DType.F32)
+    assert [one.first_byte for one in apart] == [0, 32, 0, 32, 0]
+    assert len({one.whole for one in apart}) == 3
+    large = device.allocate_parts(2, 96, DType.F32)
+    assert [one.first_byte for one in large] == [0, 0]
+    assert device.allocate_parts(0, 32, DType.F32) == []
+
+
+def test_parts_that_do_not_all_fit_leave_nothing_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    before = device.allocated_bytes
+    monkeypatch.setattr("vkdecode.gpu.device._MOST_BYTES_TOGETHER", 64)
+    monkeypatch.setattr(device, "info", replace(device.info, heap_bytes=before + 150))
+    with pytest.raises(OutOfDeviceMemoryError):
+        device.allocate_parts(6, 32, DType.F32)
+    assert device.allocated_bytes == before
+
+
+def test_parts_overlap_where_they_share_bytes(device: Device, whole: Storage) -> None:
+    first, second, both = whole.part(0, 16), whole.part(16, 16), whole.part(0, 32)
+    assert first.overlaps(first) and first.overlaps(both) and both.overlaps(second) and whole.overlaps(second)
+    assert first.overlaps(whole.part(0, 16))
+    assert not first.overlaps(second) and not second.overlaps(first)
+    assert not first.overlaps(device.allocate(16, DType.F32))
 
 
 def test_closing_the_whole_closes_its_parts(whole: Storage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from conftest import TINY, TinyModels
 from vkdecode.decode import DecodeSession
 from vkdecode.gpu import Algorithm, Device, Kernel
 from vkdecode.loading import load
-from vkdecode.runtime import InferenceContext
+from vkdecode.runtime import InferenceContext, Plan
 
 IDS = [3, 5, 7, 11, 13]
 
@@ -23,7 +24,7 @@ def test_where_weights_lie_changes_no_logit(
     together = tiny_models(name, device)
     buffers = {together.weight_store.get(spec).whole for spec in together.weight_specs()}
     assert len(buffers) < len(together.weight_specs())
-    monkeypatch.setattr("vkdecode.runtime.weight_store._MOST_BYTES_TOGETHER", 0)
+    monkeypatch.setattr("vkdecode.gpu.device._MOST_BYTES_TOGETHER", 0)
     before = device.allocated_bytes
     with load(TINY / name, device=device) as apart, InferenceContext(device) as context:
         assert len({apart.weight_store.get(spec).whole for spec in apart.weight_specs()}) == len(apart.weight_specs())
@@ -37,8 +38,9 @@ def test_where_weights_lie_changes_no_logit(
         np.testing.assert_array_equal(logits, expected)
 
 
-def test_dispatches_that_differ_only_in_their_weights_share_an_algorithm(
-    tiny_models: TinyModels, device: Device, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "attentions"), [("llama", 1), ("gemma3-text", 2)])  # with a window and without
+def test_dispatches_that_differ_only_in_their_weights_and_rows_share_an_algorithm(
+    name: str, attentions: int, tiny_models: TinyModels, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[str] = []
 
@@ -48,19 +50,19 @@ def test_dispatches_that_differ_only_in_their_weights_share_an_algorithm(
             made.append(kernel.key)
 
     monkeypatch.setattr("vkdecode.runtime.executable.Algorithm", Counted)
-    model = tiny_models("gemma3-text", device)
-    layers = model.config.num_hidden_layers
-    kv = model.new_kv_cache(16)
-    with InferenceContext(device) as context:
+    model = tiny_models(name, device)
+    with closing(model.new_kv_cache(16)) as kv, InferenceContext(device) as context:
         model.prepare(kv, context, len(IDS))
-        attention = [key for key in made if key.startswith("attention")]
-        assert len(attention) == layers  # each layer has rows of its own
-        assert len(made) - layers < model_dispatches(context) - layers
-    kv.close()
+        dispatches = only_plan(context).dispatches
+    kinds = {(one.kernel.key, tuple(one.spec.items()), one.workgroups) for one in dispatches}
+    assert len([key for key in made if key.startswith("attention")]) == attentions
+    assert len(kinds) <= len(made) < len(dispatches)
+    if name == "llama":
+        assert sorted(made) == sorted(key for key, *_ in kinds)
 
 
-def model_dispatches(context: InferenceContext) -> int:
-    """Dispatches of the only plan that a context holds beside its decode session."""
+def only_plan(context: InferenceContext) -> Plan:
+    """The only plan that a context holds beside its decode session."""
     (session,) = context.held.values()
     assert isinstance(session, DecodeSession)
-    return len(session.executable.plan.dispatches)
+    return session.executable.plan

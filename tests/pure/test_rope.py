@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vkdecode.errors import ConfigError, UnsupportedModelError
-from vkdecode.models.rope import rope_from_config
+from vkdecode.models.rope import Rope, RopeRows, rope_from_config
 
 THETA = 10000.0
 
@@ -130,6 +130,28 @@ def test_dynamic_is_exact_below_the_trained_length_and_refused_above() -> None:
         rope.cos_sin(np.array([5, 128]))
     with pytest.raises(UnsupportedModelError, match="129"):
         rope_from_config(config, 16, 129)
+
+
+def test_rows_asked_for_one_by_one_are_those_of_all() -> None:
+    """Forwards, backwards, over the end of what is worked out at a time, over lengths that change the frequencies."""
+    short, longer = np.array([1.0, 0.1]), np.array([0.5, 0.01])
+    rope = Rope(short, 1.25, 4, long_inv_freq=longer, short_positions=500)
+    rows = RopeRows(rope, 3)
+    for length in (500, 501, None):
+        wanted = rope.for_length(length).cos_sin(np.arange(200), 3)
+        np.testing.assert_array_equal(rows.cos_sin(np.arange(200), length), wanted)
+        for position in (*range(70), 199, 63, 64, 0):
+            found = rows.cos_sin(np.array([position]), length)
+            np.testing.assert_array_equal(found, [one[position : position + 1] for one in wanted])
+
+
+def test_rows_end_where_the_frequencies_are_exact() -> None:
+    rows = RopeRows(Rope(np.array([1.0]), 1.0, 2, max_positions=10), 1)
+    for position in (0, 9):
+        assert rows.cos_sin(np.array([position]), None)[0].shape == (1, 1)
+    for position in (10, 11):
+        with pytest.raises(UnsupportedModelError, match=f"position {position} needs dynamic"):
+            rows.cos_sin(np.array([position]), None)
 
 
 def test_gguf_factors_divide_each_frequency() -> None:

@@ -83,9 +83,9 @@ class Fused:
 SUBGROUP_SHAPES = [
     Shape(36, 3, 5, 3, groups=2, heads=(3, 2, 20, 12), room=16, count=5, bias=True),
     Shape(4, 1, 0, 1, groups=1, heads=(2, 2, 4, 4), room=16, count=9, norm_bias=True),
-    Shape(40, 2, 8, 0, groups=3, heads=(2, 1, 64, 64), room=32, count=16),
+    Shape(40, 2, 8, 0, groups=3, heads=(2, 1, 64, 64), room=48, count=40),
     Shape(28, 4, 9, 1, groups=2, heads=(1, 0, 80, 20), room=16, count=3, bias=True, norm_bias=True),
-    Shape(132, 5, 1, 2, groups=1, heads=(3, 3, 6, 2), room=32, count=17, norm_bias=True),
+    Shape(132, 5, 1, 2, groups=1, heads=(3, 3, 6, 2), room=64, count=49, norm_bias=True),
 ]
 STAGES = [(8, 1, 1), (4, 4, 8), (32, 8, 8), (16, 2, 4), (32, 1, 3)]  # tile, split, chunks staged at a time
 SHARED_SHAPES = [

@@ -91,12 +91,12 @@ class RopeRows:
         """As `Rope.cos_sin`, over a context of this length; raises like it."""
         if positions.size != 1:
             return self._rope.for_length(max_seq_len).cos_sin(positions, self._pairs)
-        at = int(positions[0]) - self._first
-        if not 0 <= at < len(self._rows[0]) or max_seq_len != self._max_seq_len:
-            self._first, self._max_seq_len, at = int(positions[0]), max_seq_len, 0
-            last = max(min(self._first + self._TOGETHER, self._rope.max_positions or sys.maxsize), self._first + 1)
-            rope = self._rope.for_length(max_seq_len)
-            self._rows = rope.cos_sin(np.arange(self._first, last), self._pairs)
+        position = int(positions[0])
+        if not 0 <= position - self._first < len(self._rows[0]) or max_seq_len != self._max_seq_len:
+            last = max(min(position + self._TOGETHER, self._rope.max_positions or sys.maxsize), position + 1)
+            self._rows = self._rope.for_length(max_seq_len).cos_sin(np.arange(position, last), self._pairs)
+            self._first, self._max_seq_len = position, max_seq_len
+        at = position - self._first
         return self._rows[0][at : at + 1], self._rows[1][at : at + 1]
 
 
