@@ -52,6 +52,7 @@ _FORMS = (
     _Form("f16", False, "plain", residual=True),
     _Form("f32", True, "plain", "layer", Op.GELU_TANH),
     _Form("f16", True, "gated", "rms", Op.SILU),
+    _Form("f32", True, "gated", None, Op.CLAMPED_SWIGLU),
     _Form("bf16", True, "plain", residual=True),
     _Form("bf16", True, "rope", "rms"),
     *(_Form(dtype.value, prompt, "plain", "rms", None, True) for dtype in BLOCK_DTYPES for prompt in (False, True)),
@@ -174,6 +175,8 @@ def _finished(epilogue: str, activation: Op | None, value: F64, turns: Sequence[
     """What follows a product with its bias; `turns` are cosines and sines of the rotated pairs."""
     if epilogue == "gated":
         gate, up = np.split(value, 2, axis=1)
+        if activation is Op.CLAMPED_SWIGLU:
+            return references.clamped_swiglu(gate, up)
         return references.silu(gate) * up
     if epilogue == "rope":
         heads = value.reshape(-1, _HEADS, _HEAD_DIM).copy()

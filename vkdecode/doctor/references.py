@@ -37,6 +37,12 @@ def gelu_tanh(x: F64) -> F64:
     return np.asarray(0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))))
 
 
+def clamped_swiglu(gate: F64, up: F64) -> F64:
+    """min(gate, 7) sigmoid(1.702 min(gate, 7)) (clip(up, -7, 7) + 1); OpenAI's gpt-oss."""
+    gate = np.minimum(gate, 7.0)
+    return np.asarray(gate / (1 + np.exp(-1.702 * gate)) * (np.clip(up, -7.0, 7.0) + 1))
+
+
 def rotate(x: F64, cos: F64, sin: F64) -> F64:
     """Turn heads [n, heads, head_dim] by cos and sin [n, pairs]; dimensions from 2 * pairs on stay. Su et al. 2021."""
     pairs = cos.shape[1]
