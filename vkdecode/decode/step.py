@@ -181,8 +181,9 @@ def prompt_steps(model: DecodeModel, tokens: int, mode: DecodeMode | None = None
 
 def step_data(model: DecodeModel, session: DecodeSession, ids: NDArray[np.uint32], cached_len: int) -> DecodeTokenData:
     """What a session binds for these tokens after `cached_len` rows; ids are padded to the session's room."""
-    padded, positions = ids, np.array([cached_len])
-    if not ids.size == session.seq == 1:  # a token alone is met at every step
+    if ids.size == session.seq == 1:  # met at every token decoded
+        padded, positions = ids, np.array([cached_len])
+    else:
         padded = np.zeros(session.seq, np.uint32)
         padded[: ids.size] = ids
         # Padding repeats the last position: a model may know no further one.

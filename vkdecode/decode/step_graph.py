@@ -132,7 +132,8 @@ def check_token_ids(token_ids: Sequence[int] | NDArray[np.integer], vocab_size: 
 
     """
     # Every decoded token passes here: one alone needs none of what follows.
-    if isinstance(token_ids, list) and list(map(type, token_ids)) == [int] and 0 <= token_ids[0] < vocab_size:
+    alone = token_ids[0] if isinstance(token_ids, list) and len(token_ids) == 1 else None
+    if type(alone) is int and 0 <= alone < vocab_size:
         return np.array(token_ids, np.uint32)
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":

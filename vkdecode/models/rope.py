@@ -88,7 +88,10 @@ class RopeRows:
         self._rows: tuple[F32, F32] = np.empty((0, pairs), np.float32), np.empty((0, pairs), np.float32)
 
     def cos_sin(self, positions: NDArray[Any], max_seq_len: int | None) -> tuple[F32, F32]:
-        """As `Rope.cos_sin`, over a context of this length; raises like it."""
+        """Return (cos, sin), each float32 [n, pairs], for positions [n] in a cache of `max_seq_len` rows.
+
+        A single row is a view, not to be written to; raises like `Rope.cos_sin`.
+        """
         if positions.size != 1:
             return self._rope.for_length(max_seq_len).cos_sin(positions, self._pairs)
         position = int(positions[0])

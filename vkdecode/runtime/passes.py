@@ -21,7 +21,8 @@ _ATTENTION_WORKGROUP = 64
 def linear_passes(chunks: int, workgroup: int, staged: int, lanes: Lanes, tokens: int) -> tuple[int, int]:
     """Loop passes of an invocation of linear.comp at most: before its first group, and in each group.
 
-    A chunk takes at most six; the shared form stages x and adds up the groups of lanes too.
+    A chunk takes at most six. The subgroup form reads x once before its groups, the shared form stages it in each and
+    adds up the groups of lanes too.
     """
     measured = 2 * (1 + -(-chunks * PACK // (4 * workgroup)))
     inner = 6

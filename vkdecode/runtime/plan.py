@@ -202,7 +202,6 @@ def _assign_slots(
     slots: dict[NodeId, int] = {}
     slot_bytes: list[int] = []
     held: list[NodeId] = []
-    written_by: list[tuple[str, Mapping[str, int]]] = []
     for buffer, index in writer.items():
         tokens, features = graph.node(buffer).shape
         nbytes = tokens * features * 4
@@ -215,11 +214,15 @@ def _assign_slots(
             for slot, size in enumerate(slot_bytes)
             if size == nbytes and last[held[slot]] <= ordered and writer[held[slot]] < first
         ]
-        kernel = dispatches[index].kernel.key, dispatches[index].spec
-        slot = min(fits, key=lambda one: written_by[one] != kernel, default=len(slot_bytes))
+        # Rather where a like dispatch wrote: values of equal size then keep to their places from layer to layer.
+        like = [slot for slot in fits if _are_alike(dispatches[writer[held[slot]]], dispatches[index])]
+        slot = next(iter(like or fits), len(slot_bytes))
         if slot == len(slot_bytes):
             slot_bytes.append(nbytes)
             held.append(buffer)
-            written_by.append(kernel)
-        slots[buffer], held[slot], written_by[slot] = slot, buffer, kernel
+        slots[buffer], held[slot] = slot, buffer
     return slots, tuple(slot_bytes)
+
+
+def _are_alike(one: Dispatch, other: Dispatch) -> bool:
+    return (one.kernel.key, one.spec) == (other.kernel.key, other.spec)
