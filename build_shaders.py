@@ -21,6 +21,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,28 @@ OUTPUT = ROOT / "vkdecode" / "gpu" / "spirv"
 TARGET = ["-V", "--target-env", "vulkan1.1"]
 
 Variant = tuple[tuple[str, str], ...]
+
+Expression = int | str | list["Expression"]
+"""A number, a specialization constant, or an operation and what it is applied to."""
+
+Definitions = dict[int, tuple[int, tuple[int, ...]]]
+"""Types and constants of a SPIR-V module: the opcode, and the words behind the result's id and type."""
+
+# The operations on specialization constants that `vkdecode/gpu/kernels.py` can compute, by their SPIR-V opcodes.
+OPERATIONS = {
+    128: "+",
+    130: "-",
+    132: "*",
+    134: "/",
+    137: "%",
+    169: "?:",
+    170: "==",
+    171: "!=",
+    172: ">",
+    174: ">=",
+    176: "<",
+    178: "<=",
+}
 
 
 class BuildError(Exception):
@@ -81,22 +104,18 @@ def macros(variant: Variant) -> list[str]:
 
 
 def reflect(code: bytes) -> dict[str, Any]:
-    """Bindings (with access), push-constant members and specialization constants of a SPIR-V module.
+    """Bindings (with access), push-constant members, specialization constants and shared memory of a SPIR-V module.
 
     Access comes from the NonWritable and NonReadable decorations that GLSL's `readonly` and `writeonly` produce, so a
     kernel that writes a storage it did not declare does not compile.
     """
-    words = struct.unpack(f"<{len(code) // 4}I", code)
     names: dict[int, str] = {}
     members: dict[tuple[int, int], str] = {}
     decorations: dict[int, dict[int, int]] = {}
     member_decorations: dict[int, set[int]] = {}
-    pointers: dict[int, int] = {}
     variables: list[tuple[int, int, int]] = []
-    at = 5
-    while at < len(words):
-        count, opcode = words[at] >> 16, words[at] & 0xFFFF
-        body = words[at + 1 : at + count]
+    defined: Definitions = {}
+    for opcode, body in instructions(code):
         if opcode == 5:
             names[body[0]] = text(body[1:])
         elif opcode == 6:
@@ -105,18 +124,22 @@ def reflect(code: bytes) -> dict[str, Any]:
             decorations.setdefault(body[0], {})[body[1]] = body[2] if len(body) > 2 else 1
         elif opcode == 72:
             member_decorations.setdefault(body[0], set()).add(body[2])
-        elif opcode == 32:
-            pointers[body[0]] = body[2]
         elif opcode == 59:
             variables.append((body[1], body[0], body[2]))
-        at += count
+        elif opcode in range(19, 39):  # types: the result comes first
+            defined[body[0]] = opcode, body[1:]
+        elif opcode in range(41, 53):  # constants: behind their type
+            defined[body[1]] = opcode, body[2:]
     bindings: list[tuple[int, dict[str, str]]] = []
     push: list[str] = []
+    shared: list[int] = []
     for variable, pointer, storage_class in variables:
-        struct_type = pointers[pointer]
-        marks = {**decorations.get(variable, {}), **dict.fromkeys(member_decorations.get(struct_type, set()), 1)}
+        _, pointed_at = defined[pointer][1]
+        marks = {**decorations.get(variable, {}), **dict.fromkeys(member_decorations.get(pointed_at, set()), 1)}
         if storage_class == 9:
-            push = [name for (owner, _), name in sorted(members.items()) if owner == struct_type]
+            push = [name for (owner, _), name in sorted(members.items()) if owner == pointed_at]
+        elif storage_class == 4:
+            shared.append(pointed_at)
         elif 33 in marks:
             access = "read" if 24 in marks else "write" if 25 in marks else "readwrite"
             # A second declaration of a binding is another view of the same buffer; the first one names it.
@@ -124,9 +147,10 @@ def reflect(code: bytes) -> dict[str, Any]:
                 if access != "read":
                     raise BuildError(f"binding {marks[33]} is declared twice and not readonly")
                 continue
-            bindings.append((marks[33], {"name": members[struct_type, 0], "access": access}))
+            bindings.append((marks[33], {"name": members[pointed_at, 0], "access": access}))
     # local_size_x_id makes a nameless second constant with the id of WORKGROUP.
-    spec = sorted((marks[1], names[target]) for target, marks in decorations.items() if 1 in marks and target in names)
+    constants = {target: names[target] for target, marks in decorations.items() if 1 in marks and target in names}
+    spec = sorted((decorations[target][1], name) for target, name in constants.items())
     for what, order in (
         ("binding", [i for i, _ in sorted(bindings, key=lambda b: b[0])]),
         ("constant_id", [i for i, _ in spec]),
@@ -137,7 +161,73 @@ def reflect(code: bytes) -> dict[str, Any]:
         "bindings": [entry for _, entry in sorted(bindings, key=lambda b: b[0])],
         "push": push,
         "spec": [name for _, name in spec],
+        "shared": shared_memory(shared, defined, constants),
     }
+
+
+def instructions(code: bytes) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """The instructions of a SPIR-V module: each one's opcode, and the words behind it."""
+    words = struct.unpack(f"<{len(code) // 4}I", code)
+    at = 5
+    while at < len(words):
+        count, opcode = words[at] >> 16, words[at] & 0xFFFF
+        yield opcode, words[at + 1 : at + count]
+        at += count
+
+
+def shared_memory(types: list[int], defined: Definitions, constants: dict[int, str]) -> Expression:
+    """The bytes of workgroup variables of these types.
+
+    Vulkan holds them against its limit as the members of a block, in the order that takes most. Each is counted with
+    the bytes that would let a member of the largest alignment follow.
+
+    Args:
+        types: of each variable.
+        defined: the types and constants of the module.
+        constants: its specialization constants by name.
+
+    Raises:
+        BuildError: a type or an expression that is not known here.
+
+    """
+
+    def count(one: int) -> Expression:
+        opcode, body = defined[one]
+        if one in constants:
+            return constants[one]
+        if opcode == 43:  # a constant
+            return body[0]
+        if opcode == 52 and body[0] in OPERATIONS:  # an operation on specialization constants
+            return [OPERATIONS[body[0]], *map(count, body[1:])]
+        what = f"operation {body[0]}" if opcode == 52 else f"constant of opcode {opcode}"
+        raise BuildError(f"the length of a shared array: no rule for the SPIR-V {what}, see OPERATIONS")
+
+    def layout(one: int) -> tuple[int, int, list[Expression]]:
+        """The alignment, the bytes of one element, and how many there are as factors."""
+        opcode, body = defined[one]
+        if opcode in (20, 21, 22):  # bool, integer, float
+            size = 4 if opcode == 20 else body[0] // 8
+            return size, size, []
+        if opcode == 23:  # vector
+            size, _, _ = layout(body[0])
+            return size * (2 if body[1] == 2 else 4), size * body[1], []
+        if opcode == 28:  # array
+            alignment, size, factors = layout(body[0])
+            return alignment, -(-size // alignment) * alignment, [count(body[1]), *factors]
+        raise BuildError(
+            f"shared memory: no rule for the SPIR-V type of opcode {opcode}, only for numbers, vectors, arrays"
+        )
+
+    layouts = [layout(one) for one in types]
+    largest = max((alignment for alignment, _, _ in layouts), default=1)
+    sizes: list[Expression] = []
+    for _, size, factors in layouts:
+        if not factors:
+            sizes.append(-(-size // largest) * largest)
+            continue
+        nbytes: Expression = ["*", size, *factors]
+        sizes.append(["*", ["/", ["+", nbytes, largest - 1], largest], largest] if size % largest else nbytes)
+    return ["+", *sizes] if sizes else 0
 
 
 def text(words: tuple[int, ...]) -> str:
@@ -185,7 +275,11 @@ def compile_one(shader: Shader, variant: Variant, scratch: Path, held: dict[str,
     if done.returncode:
         message = next((line for line in done.stdout.splitlines() if line.startswith("ERROR")), done.stdout.strip())
         raise BuildError(f"{key}: {message}")
-    entry = {"file": file, "made_from": made_from, **reflect(target.read_bytes())}
+    try:
+        interface = reflect(target.read_bytes())
+    except BuildError as error:
+        raise BuildError(f"{key}: {error}") from error
+    entry = {"file": file, "made_from": made_from, **interface}
     if shutil.which("spirv-opt"):
         subprocess.run(["spirv-opt", "-O", str(target), "-o", str(target)], check=True, capture_output=True)
     return {**entry, "sha256": hashlib.sha256(target.read_bytes()).hexdigest()}

@@ -35,7 +35,7 @@ from vkdecode.bench import check_writable
 from vkdecode.errors import InvalidInputError, VkDecodeError
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.sampling import Sampler
 from vkdecode.token_model import KvFeed
 

@@ -1,16 +1,14 @@
 #version 450
-//! variants LANES=subgroup,shared KV=f32,f16 QUERIES=1,2,3,4,8,12 ARM=bounded,masked OFFSET=push,buffer WRITE=0,1
+//! variants LANES=subgroup,shared KV=f32,f16 QUERIES=1,2,3,4,8,12
 //! only LANES=subgroup or QUERIES=1 or QUERIES=2 or QUERIES=3 or QUERIES=4
-//! only WRITE=0 or OFFSET=buffer
-//! only ARM=bounded or WRITE=1 or OFFSET=push
-// Grouped-query attention of this step's tokens over the cached rows and the step's own rows.
+// Grouped-query attention of this step's tokens over the rows of the cache, which hold the step's own rows too.
 //
-// y[token][head] = sum_j softmax_j(q . k_j * scale) v_j, with an online softmax over blocks of WORKGROUP positions (Milakov and
-// Gimelshein 2018). Cached rows come from the KV cache, this step's rows from the projections themselves, so nothing that this
-// dispatch reads was written to the cache in the same submission.
+// y[token][head] = sum_j softmax_j(q . k_j * scale) v_j, with an online softmax over blocks of WORKGROUP rows (Milakov and
+// Gimelshein 2018).
 //
-// ARM_BOUNDED reads the cached rows below attended_len - STEP_TOKENS. ARM_MASKED reads all MAX_SEQ rows and leaves out those
-// whose mask value is negative. With WRITE the rows are also put into the cache at cached_len (the fused KV write).
+// The step's rows are those from attended_len - STEP_TOKENS on; each token sees those up to its own. Of the rows before them the
+// bounded arm reads all. The masked arm (MASKED) reads all MAX_SEQ rows and leaves out those whose mask value is negative; the
+// step's rows may then be the landing rows behind them.
 // With a WINDOW a token sees itself and the WINDOW - 1 positions before it, and rows that no token of the workgroup sees are not
 // visited. The masked arm then takes the mask for the rows' ages: how many positions each lies before the step's first token.
 // A workgroup serves QUERY_HEADS heads of one kv head and QUERY_TOKENS tokens; their product is QUERIES.
@@ -22,53 +20,43 @@
 layout(constant_id = 1) const uint KV_HEADS = 1;
 layout(constant_id = 2) const uint GROUP = 1;          // query heads per kv head
 layout(constant_id = 3) const uint HEAD_DIM = 4;
-layout(constant_id = 4) const uint MAX_SEQ = 1;
-layout(constant_id = 5) const uint STEP_TOKENS = 1;    // tokens the step has room for
-layout(constant_id = 6) const uint QUERY_HEADS = 1;
-layout(constant_id = 7) const uint SCALE_BITS = 0;     // float bits of the score scale
-layout(constant_id = 8) const uint Q_OFFSET = 0;       // offsets and strides of the projections, in vec4
-layout(constant_id = 9) const uint Q_STRIDE = 1;
-layout(constant_id = 10) const uint K_OFFSET = 0;
-layout(constant_id = 11) const uint K_STRIDE = 1;
-layout(constant_id = 12) const uint V_OFFSET = 0;
-layout(constant_id = 13) const uint V_STRIDE = 1;
-layout(constant_id = 14) const uint WINDOW = 0;        // positions that a token sees, its own included; 0 for all
-layout(constant_id = 15) const uint CAP_BITS = 0;      // float bits of c where scores become c tanh(score / c); 0 for no cap
-layout(constant_id = 16) const uint HAS_SINKS = 0;
+layout(constant_id = 4) const uint CACHE_ROWS = 1;
+layout(constant_id = 5) const uint MAX_SEQ = 1;
+layout(constant_id = 6) const uint STEP_TOKENS = 1;    // tokens the step has room for
+layout(constant_id = 7) const uint QUERY_HEADS = 1;
+layout(constant_id = 8) const uint SCALE_BITS = 0;     // float bits of the score scale
+layout(constant_id = 9) const uint Q_OFFSET = 0;       // where a token's queries are in q, and from token to token, in vec4
+layout(constant_id = 10) const uint Q_STRIDE = 1;
+layout(constant_id = 11) const uint WINDOW = 0;        // positions that a token sees, its own included; 0 for all
+layout(constant_id = 12) const uint CAP_BITS = 0;      // float bits of c where scores become c tanh(score / c); 0 for no cap
+layout(constant_id = 13) const uint HAS_SINKS = 0;
+layout(constant_id = 14) const uint MASKED = 0;
+layout(constant_id = 15) const uint OFFSET_ON_DEVICE = 0;  // attended_len is read from device memory, not a push constant
 
+// What a dispatch does not use is bound to some other buffer.
 layout(std430, binding = 0) readonly buffer Q { vec4 q[]; };
-layout(std430, binding = 1) readonly buffer K { vec4 k[]; };
-layout(std430, binding = 2) readonly buffer V { vec4 v[]; };
-#if WRITE
-layout(std430, binding = 3) buffer CacheK { KV_WORD cache_k[]; };
-layout(std430, binding = 4) buffer CacheV { KV_WORD cache_v[]; };
-#else
-layout(std430, binding = 3) readonly buffer CacheK { KV_WORD cache_k[]; };
-layout(std430, binding = 4) readonly buffer CacheV { KV_WORD cache_v[]; };
-#endif
-layout(std430, binding = 5) writeonly buffer Y { vec4 y[]; };
-layout(std430, binding = 6) readonly buffer TokenCount { uint token_count[]; };
-layout(std430, binding = 7) readonly buffer Sinks { float sinks[]; };  // for each head the score of a row without a value
-#ifdef ARM_MASKED
-layout(std430, binding = 8) readonly buffer Mask { float mask[]; };
-#endif
-#ifdef OFFSET_BUFFER
-#ifdef ARM_MASKED
-layout(std430, binding = 9) readonly buffer Offset { uint offset[]; };  // cached_len, attended_len
-#else
-layout(std430, binding = 8) readonly buffer Offset { uint offset[]; };
-#endif
-#endif
+layout(std430, binding = 1) readonly buffer CacheK { KV_WORD cache_k[]; };
+layout(std430, binding = 2) readonly buffer CacheV { KV_WORD cache_v[]; };
+layout(std430, binding = 3) writeonly buffer Y { vec4 y[]; };
+layout(std430, binding = 4) readonly buffer TokenCount { uint token_count[]; };
+layout(std430, binding = 5) readonly buffer Sinks { float sinks[]; };  // for each head the score of a row without a value
+layout(std430, binding = 6) readonly buffer Mask { float mask[]; };
+layout(std430, binding = 7) readonly buffer Offset { uint offset[]; };  // cached_len, attended_len
+
+// Where the parts begin that are bound, in units of 16 bytes.
 layout(push_constant) uniform Push {
-    uint sinks_first;  // where they and the layer's rows begin in their buffers, in units of 16 bytes
+    uint q_first;
     uint cache_k_first;
     uint cache_v_first;
-#if defined(ARM_BOUNDED) && !defined(OFFSET_BUFFER)
+    uint y_first;
+    uint token_count_first;
+    uint sinks_first;
+    uint mask_first;
+    uint offset_first;
     uint attended_len;
-#endif
 };
 
-const float MASKED = -3.0e38;
+const float HIDDEN = -3.0e38;
 const uint QUERY_TOKENS = QUERIES / QUERY_HEADS;
 const uint ROW_WORDS = HEAD_DIM / 4;
 // Lanes lie along positions for the scores and along the head's dimensions for the values: PARTS groups of lanes take every
@@ -104,18 +92,12 @@ uint query_token(uint i) {
 }
 
 uint query_word(uint i) {
-    return query_token(i) * Q_STRIDE + Q_OFFSET + query_head(i) * ROW_WORDS;
+    return q_first + query_token(i) * Q_STRIDE + Q_OFFSET + query_head(i) * ROW_WORDS;
 }
 
-// Rows before the step's first token.
-uint cached_len() {
-#ifdef ARM_MASKED
-    return uint(max(mask[0], 0.0));
-#elif defined(OFFSET_BUFFER)
-    return offset[1] - STEP_TOKENS;
-#else
-    return attended_len - STEP_TOKENS;
-#endif
+// The row of the step's first token.
+uint own_row() {
+    return (OFFSET_ON_DEVICE != 0 ? offset[4 * offset_first + 1] : attended_len) - STEP_TOKENS;
 }
 
 // The first of the positions that a token sees; both count from the same row.
@@ -128,17 +110,15 @@ float finished(float score) {
     return CAP_BITS == 0 ? score : softcap(score, uintBitsToFloat(CAP_BITS));
 }
 
-vec4 load_k(bool cached, uint kv_head, uint position, uint word) {
-    if (cached) return KV_LOAD(cache_k[KV_UNIT_WORDS * cache_k_first + (kv_head * MAX_SEQ + position) * ROW_WORDS + word]);
-    return k[position * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word];
+vec4 load_k(uint kv_head, uint row, uint word) {
+    return KV_LOAD(cache_k[KV_UNIT_WORDS * cache_k_first + (kv_head * CACHE_ROWS + row) * ROW_WORDS + word]);
 }
 
-vec4 load_v(bool cached, uint kv_head, uint position, uint word) {
-    if (cached) return KV_LOAD(cache_v[KV_UNIT_WORDS * cache_v_first + (kv_head * MAX_SEQ + position) * ROW_WORDS + word]);
-    return v[position * V_STRIDE + V_OFFSET + kv_head * ROW_WORDS + word];
+vec4 load_v(uint kv_head, uint row, uint word) {
+    return KV_LOAD(cache_v[KV_UNIT_WORDS * cache_v_first + (kv_head * CACHE_ROWS + row) * ROW_WORDS + word]);
 }
 
-void score_block(bool cached, uint kv_head, uint position, out float score[QUERIES]) {
+void score_block(uint kv_head, uint row, out float score[QUERIES]) {
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) score[i] = 0.0;
 #ifdef LANES_SUBGROUP
     [[dont_unroll]] for (uint base = 0; base < ROW_WORDS; base += WORKGROUP) {
@@ -146,34 +126,33 @@ void score_block(bool cached, uint kv_head, uint position, out float score[QUERI
         [[unroll]] for (uint i = 0; i < QUERIES; ++i) held[i] = kept_q[i][base / WORKGROUP];
         [[unroll]] for (uint j = 0; j < WORKGROUP; ++j) {
             if (ROW_WORDS % WORKGROUP == 0 || base + j < ROW_WORDS) {
-                vec4 key = load_k(cached, kv_head, position, base + j);
+                vec4 key = load_k(kv_head, row, base + j);
                 [[unroll]] for (uint i = 0; i < QUERIES; ++i) score[i] += dot(key, subgroupShuffle(held[i], j));
             }
         }
     }
 #else
     [[dont_unroll]] for (uint word = 0; word < ROW_WORDS; ++word) {
-        vec4 key = load_k(cached, kv_head, position, word);
+        vec4 key = load_k(kv_head, row, word);
         [[unroll]] for (uint i = 0; i < QUERIES; ++i) score[i] += dot(key, query[i * ROW_WORDS + word]);
     }
 #endif
 }
 
-// Folds positions first .. first + count (count <= WORKGROUP) into the running softmax; the step's first token is at `start`.
-void fold_block(bool cached, uint kv_head, uint start, uint first, uint count, inout Running state) {
+// Folds rows first .. first + count (count <= WORKGROUP) into the running softmax. The step's first token has row `own` and
+// position `start`; the rows before it have their own numbers as positions.
+void fold_block(uint kv_head, uint own, uint start, uint first, uint count, inout Running state) {
     bool inside = LANE < count;
-    uint position = first + min(LANE, count - 1);
+    uint row = first + min(LANE, count - 1);
     float score[QUERIES];
-    score_block(cached, kv_head, position, score);
+    score_block(kv_head, row, score);
+    bool shown = MASKED == 0 || (row < MAX_SEQ && mask[4 * mask_first + min(row, MAX_SEQ - 1)] >= 0.0);
+    uint position = row < own ? row : start + row - own;
     float weights[QUERIES];
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
-        bool visible = inside;
-#ifdef ARM_MASKED
-        if (cached) visible = visible && mask[position] >= 0.0;
-#endif
-        if (!cached) visible = visible && position <= query_token(i);
+        bool visible = inside && (row < own ? shown : row <= own + query_token(i));
         if (WINDOW != 0) visible = visible && position >= first_visible(start + query_token(i));
-        float scaled = visible ? finished(score[i]) : MASKED;
+        float scaled = visible ? finished(score[i]) : HIDDEN;
         float highest = max(state.highest[i], lane_max(scaled));
         float keep = exp(state.highest[i] - highest);
         weights[i] = visible ? exp(scaled - highest) : 0.0;
@@ -193,7 +172,7 @@ void fold_block(bool cached, uint kv_head, uint start, uint first, uint count, i
         }
         [[unroll]] for (uint w = 0; w < WORDS; ++w) {
             uint word = min(w * WORKGROUP + LANE - (PARTS > 1 ? part * ROW_WORDS : 0), ROW_WORDS - 1);
-            vec4 row = load_v(cached, kv_head, first + mine, word);
+            vec4 row = load_v(kv_head, first + mine, word);
             [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
                 // A row that no query sees may hold NaN: it is left out, not multiplied by zero.
                 bool seen = counted && shared_weight[i] > 0.0;
@@ -209,7 +188,7 @@ void fold_block(bool cached, uint kv_head, uint start, uint first, uint count, i
         [[dont_unroll]] for (uint j = part; j < count; j += PARTS) {
             [[unroll]] for (uint w = 0; w < WORDS; ++w) {
                 uint word = min(w * WORKGROUP + LANE - (PARTS > 1 ? part * ROW_WORDS : 0), ROW_WORDS - 1);
-                vec4 row = load_v(cached, kv_head, first + j, word);
+                vec4 row = load_v(kv_head, first + j, word);
                 [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
                     float share = weight[i * WORKGROUP + j];
                     state.value[i * WORDS + w] += mix(vec4(0.0), share * row, bvec4(share > 0.0));
@@ -220,41 +199,10 @@ void fold_block(bool cached, uint kv_head, uint start, uint first, uint count, i
 #endif
 }
 
-// Folds positions below `end`, but for those that even the first token of the workgroup does not see.
-void fold_range(bool cached, uint kv_head, uint start, uint end, inout Running state) {
-    uint first = first_visible(start + first_query_token());
-    [[dont_unroll]] for (; first < end; first += WORKGROUP) {
-        fold_block(cached, kv_head, start, first, min(end - first, WORKGROUP), state);
-    }
-}
-
-// Folds the one row of a single-token step, lanes along its dimensions: cheaper to compile and to run than a block of one.
-void fold_own_row(uint kv_head, inout Running state) {
-    const uint k_row = K_OFFSET + kv_head * ROW_WORDS;
-    const uint v_row = V_OFFSET + kv_head * ROW_WORDS;
-    [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
-        float share = 0.0;
-        [[dont_unroll]] for (uint word = LANE; word < ROW_WORDS; word += WORKGROUP) {
-            share += dot(q[query_word(i) + word], k[k_row + word]);
-        }
-        float scaled = finished(lane_sum(share));
-        float highest = max(state.highest[i], scaled);
-        float keep = exp(state.highest[i] - highest);
-        float weight_own = exp(scaled - highest);
-        state.highest[i] = highest;
-        state.total[i] = state.total[i] * keep + (LANE == 0 ? weight_own : 0.0);
-        [[unroll]] for (uint w = 0; w < WORDS; ++w) {
-            uint word = w * WORKGROUP + LANE;
-            vec4 own = word < ROW_WORDS ? weight_own * v[v_row + min(word, ROW_WORDS - 1)] : vec4(0.0);
-            state.value[i * WORDS + w] = state.value[i * WORDS + w] * keep + own;
-        }
-    }
-}
-
 void main() {
     const uint kv_head = gl_WorkGroupID.x * QUERY_HEADS / GROUP;
     const uint first_token = first_query_token();
-    const uint tokens = token_count[0];
+    const uint tokens = token_count[4 * token_count_first];
     if (first_token >= tokens) return;
 #ifdef LANES_SUBGROUP
     [[dont_unroll]] for (uint base = 0; base < ROW_WORDS; base += WORKGROUP) {
@@ -267,29 +215,26 @@ void main() {
     }
     barrier();
 #endif
-#ifdef ARM_MASKED
-    uint cached_rows = MAX_SEQ;
-    uint start = WINDOW == 0 ? 0 : cached_len();
-#else
-    uint start = cached_len();
-    uint cached_rows = min(start, MAX_SEQ);
-#endif
+    const uint own = own_row();
+    // Without a window nobody asks for positions.
+    const uint start = MASKED != 0 && WINDOW != 0 ? uint(max(mask[4 * mask_first], 0.0)) : own;
+    uint end = own + min(first_token + QUERY_TOKENS, tokens);
+    if (MASKED != 0) end = max(end, MAX_SEQ);
+    end = min(end, CACHE_ROWS);
     Running state;
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
-        state.highest[i] = HAS_SINKS != 0 ? sinks[4 * sinks_first + query_head(i)] : MASKED;
+        state.highest[i] = HAS_SINKS != 0 ? sinks[4 * sinks_first + query_head(i)] : HIDDEN;
         state.total[i] = HAS_SINKS != 0 && LANE == 0 ? 1.0 : 0.0;
         [[unroll]] for (uint w = 0; w < WORDS; ++w) state.value[i * WORDS + w] = vec4(0.0);
     }
-    fold_range(true, kv_head, start, cached_rows, state);
-    if (STEP_TOKENS == 1) {
-        fold_own_row(kv_head, state);
-    } else {
-        fold_range(false, kv_head, 0, min(first_token + QUERY_TOKENS, tokens), state);
+    // Rows that even the workgroup's first token does not see are not visited.
+    [[dont_unroll]] for (uint first = first_visible(start + first_token); first < end; first += WORKGROUP) {
+        fold_block(kv_head, own, start, first, min(end - first, WORKGROUP), state);
     }
 
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
         float total = lane_sum(state.total[i]);
-        uint target = query_token(i) * KV_HEADS * GROUP * ROW_WORDS + query_head(i) * ROW_WORDS;
+        uint target = y_first + query_token(i) * KV_HEADS * GROUP * ROW_WORDS + query_head(i) * ROW_WORDS;
         [[unroll]] for (uint w = 0; w < WORDS; ++w) {
             vec4 value = state.value[i * WORDS + w];
             uint word = w * WORKGROUP + LANE;
@@ -305,21 +250,4 @@ void main() {
             if (word < ROW_WORDS && query_token(i) < STEP_TOKENS) y[target + word] = value / total;
         }
     }
-
-#if WRITE
-    if (gl_WorkGroupID.x * QUERY_HEADS % GROUP == 0) {
-        [[unroll]] for (uint i = 0; i < QUERY_TOKENS; ++i) {
-            uint token = first_token + i;
-            if (token < tokens && offset[0] + token < MAX_SEQ) {
-                uint row = (kv_head * MAX_SEQ + offset[0] + token) * ROW_WORDS;
-                uint k_row = KV_UNIT_WORDS * cache_k_first + row;
-                uint v_row = KV_UNIT_WORDS * cache_v_first + row;
-                for (uint word = LANE; word < ROW_WORDS; word += WORKGROUP) {
-                    cache_k[k_row + word] = KV_STORE(k[token * K_STRIDE + K_OFFSET + kv_head * ROW_WORDS + word]);
-                    cache_v[v_row + word] = KV_STORE(v[token * V_STRIDE + V_OFFSET + kv_head * ROW_WORDS + word]);
-                }
-            }
-        }
-    }
-#endif
 }

@@ -9,11 +9,22 @@ layout(std430, binding = 0) readonly buffer A { float a[]; };
 layout(std430, binding = 1) readonly buffer B { float b[]; };
 layout(std430, binding = 2) writeonly buffer Y { float y[]; };
 
+// Where the parts begin that are bound, in units of 16 bytes.
+layout(push_constant) uniform Push {
+    uint a_first;
+    uint b_first;
+    uint y_first;
+};
+
 void main() {
     uint column = gl_GlobalInvocationID.x;
     uint token = gl_WorkGroupID.y;
     const uint columns = A_COLUMNS + B_COLUMNS;
     if (column >= columns) return;
-    y[token * columns + column] =
-        column < A_COLUMNS ? a[token * A_COLUMNS + column] : b[token * B_COLUMNS + column - A_COLUMNS];
+    uint target = 4 * y_first + token * columns + column;
+    if (column < A_COLUMNS) {
+        y[target] = a[4 * a_first + token * A_COLUMNS + column];
+    } else {
+        y[target] = b[4 * b_first + token * B_COLUMNS + column - A_COLUMNS];
+    }
 }

@@ -9,8 +9,15 @@ layout(constant_id = 3) const uint X_STRIDE = 1;
 layout(std430, binding = 0) readonly buffer X { float x[]; };
 layout(std430, binding = 1) writeonly buffer Y { float y[]; };
 
+// Where the parts begin that are bound, in units of 16 bytes.
+layout(push_constant) uniform Push {
+    uint x_first;
+    uint y_first;
+};
+
 void main() {
     uint column = gl_GlobalInvocationID.x;
     uint token = gl_WorkGroupID.y;
-    if (column < COLUMNS) y[token * COLUMNS + column] = x[token * X_STRIDE + X_OFFSET + column];
+    if (column >= COLUMNS) return;
+    y[4 * y_first + token * COLUMNS + column] = x[4 * x_first + token * X_STRIDE + X_OFFSET + column];
 }

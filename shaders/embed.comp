@@ -23,8 +23,14 @@ layout(std430, binding = 2) writeonly buffer Y { float y[]; };
 layout(std430, binding = 3) readonly buffer Others { float others[]; };
 #endif
 
+// Where the parts begin that are bound, in units of 16 bytes.
 layout(push_constant) uniform Push {
-    uint weight_first;  // where the weight begins in its buffer, in units of 16 bytes
+    uint weight_first;
+    uint token_ids_first;
+    uint y_first;
+#if PART
+    uint others_first;
+#endif
 };
 
 uint row_tile;
@@ -41,12 +47,13 @@ void main() {
     uint chunk = gl_GlobalInvocationID.x;
     uint token = gl_WorkGroupID.y;
     if (chunk >= chunks) return;
-    uint row = token_ids[token];
+    uint row = token_ids[4 * token_ids_first + token];
+    uint start = token * COLUMNS;
 #if PART
     if (row < FIRST_ROW || row - FIRST_ROW >= ROW_COUNT) {
         uint end = min((chunk + 1) * PACK, COLUMNS);
         for (uint column = chunk * PACK; column < end; ++column) {
-            y[token * COLUMNS + column] = HAS_OTHERS != 0 ? others[token * COLUMNS + column] : 0.0;
+            y[4 * y_first + start + column] = HAS_OTHERS != 0 ? others[4 * others_first + start + column] : 0.0;
         }
         return;
     }
@@ -57,7 +64,7 @@ void main() {
     [[dont_unroll]] for (uint j = 0; j < 4; ++j) {
         [[unroll]] for (uint l = 0; l < PACK / 4; ++l) {
             uint column = chunk * PACK + 4 * l + j;
-            if (column < COLUMNS) y[token * COLUMNS + column] = weight_at(held, l, j).x;
+            if (column < COLUMNS) y[4 * y_first + start + column] = weight_at(held, l, j).x;
         }
     }
 }

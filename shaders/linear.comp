@@ -1,16 +1,24 @@
 #version 450
 //! variants LANES=subgroup,shared DTYPE=f32,f16,bf16,q4_0,q4_1,q5_0,q5_1,q8_0,q2_k,q3_k,q4_k,q5_k,q6_k,iq4_nl
-//! variants TOKENS=1,8,16 EPILOGUE=plain,rope,gated
+//! variants TOKENS=1,8,16 EPILOGUE=plain,gated,rope KV=none,f32,f16
 //! only TOKENS=1 or TOKENS=8 or LANES=subgroup
 //! only TOKENS=1 or TOKENS=16 or LANES=shared
+//! only EPILOGUE=rope or KV=none
+//! only EPILOGUE=plain or EPILOGUE=gated or KV=f32 or KV=f16
 // y = epilogue(W . norm(x)) for one token (decode) or tiles of TOKENS tokens (prefill).
 //
 // Lanes lie along rows: each lane owns ROW_TILES rows, one in each of as many tiles, so that no sum crosses lanes and a pair of
 // rows that belongs together (a rotary pair, a gate and its up row) meets in one lane. In the shared form SPLIT groups of lanes
 // share the columns and add up at the end, which fills a wide device.
+//
+// The rope epilogue turns q and k, and puts k and v into the cache as kv_write.comp does; y has q only. A lane then holds two rotary
+// pairs that are neighbours in their head, so that it owns whole words of a row of halves.
 #extension GL_GOOGLE_include_directive : require
 #include "lanes.glsl"
 #include "activations.glsl"
+#ifdef EPILOGUE_ROPE
+#include "kv_cache.glsl"
+#endif
 
 layout(constant_id = 1) const uint TILE = 32;
 layout(constant_id = 2) const uint COLUMNS = 64;
@@ -21,7 +29,7 @@ layout(constant_id = 6) const uint HAS_BIAS = 0;
 layout(constant_id = 7) const uint EPSILON_BITS = 0;  // float bits of the norm's epsilon
 layout(constant_id = 8) const uint HEAD_DIM = 2;      // rope only, like the two below
 layout(constant_id = 9) const uint ROTARY_DIM = 2;
-layout(constant_id = 10) const uint ROTARY_HEADS = 0; // q and k heads; the heads after them are v and pass unrotated
+layout(constant_id = 10) const uint QUERY_HEADS = 0;  // the heads of q; those of k and as many of v follow
 layout(constant_id = 11) const uint X_CHUNK = 64;     // columns staged in shared memory at a time
 layout(constant_id = 12) const uint NORM = 0;         // 0 none, 1 RMS, 2 layer norm
 layout(constant_id = 13) const uint HAS_NORM_BIAS = 0;
@@ -30,8 +38,12 @@ layout(constant_id = 15) const uint EXPERTS_USED = 0;   // by a token, of a stac
 layout(constant_id = 16) const uint EXPERT_BLOCKS = 1;  // blocks of ROW_TILES tiles of each expert
 layout(constant_id = 17) const uint EXPERT_X = 0;       // x has a row for each expert of a token, not one for all
 layout(constant_id = 18) const uint KEEP_X = 0;         // subgroup form, several tokens: x is read once for all groups
-#ifdef EPILOGUE_PLAIN
+#if defined(EPILOGUE_PLAIN)
 layout(constant_id = 19) const uint HAS_RESIDUAL = 0;
+#elif defined(EPILOGUE_ROPE)
+layout(constant_id = 19) const uint KV_HEADS = 1;
+layout(constant_id = 20) const uint CACHE_ROWS = 1;
+layout(constant_id = 21) const uint OFFSET_ON_DEVICE = 0;
 #endif
 
 // What a dispatch does not use is bound to some other buffer.
@@ -44,25 +56,48 @@ layout(std430, binding = 5) readonly buffer NormBias { vec4 norm_bias[]; };
 #if defined(EPILOGUE_ROPE)
 layout(std430, binding = 6) readonly buffer RopeCos { float rope_cos[]; };
 layout(std430, binding = 7) readonly buffer RopeSin { float rope_sin[]; };
-#define NEXT_BINDING 8
+layout(std430, binding = 8) writeonly buffer CacheK { KV_PAIR cache_k[]; };
+layout(std430, binding = 9) writeonly buffer CacheV { KV_PAIR cache_v[]; };
+layout(std430, binding = 10) readonly buffer Offset { uint offset[]; };  // cached_len, attended_len
+#define NEXT_BINDING 11
 #elif defined(EPILOGUE_PLAIN)
 layout(std430, binding = 6) readonly buffer Residual { float residual[]; };
 #define NEXT_BINDING 7
 #else
 #define NEXT_BINDING 6
 #endif
-#if TOKENS > 1
+#if TOKENS > 1 || defined(EPILOGUE_ROPE)
+#define COUNTS_TOKENS
 layout(std430, binding = NEXT_BINDING) readonly buffer TokenCount { uint token_count[]; };
 #else
 layout(std430, binding = NEXT_BINDING) readonly buffer Route { uint route[]; };  // see route.comp
 #endif
 
-// Where this dispatch's part of a buffer of several weights begins, in units of 16 bytes.
+// Where the parts begin that are bound, in units of 16 bytes.
 layout(push_constant) uniform Push {
     uint weight_first;
+    uint x_first;
     uint bias_first;
+    uint y_first;
     uint norm_weight_first;
     uint norm_bias_first;
+#if defined(EPILOGUE_ROPE)
+    uint rope_cos_first;
+    uint rope_sin_first;
+    uint cache_k_first;
+    uint cache_v_first;
+    uint offset_first;
+#elif defined(EPILOGUE_PLAIN)
+    uint residual_first;
+#endif
+#ifdef COUNTS_TOKENS
+    uint token_count_first;
+#else
+    uint route_first;
+#endif
+#ifdef EPILOGUE_ROPE
+    uint cached_len;
+#endif
 };
 
 uvec4 load_words(uint at) {
@@ -86,7 +121,7 @@ vec4 load_x(uint first_token, uint t, uint word, vec4 norm) {
 #if TOKENS > 1
     if (t >= real_tokens) return vec4(0.0);
 #endif
-    vec4 values = x[(first_token + t) * (COLUMNS / 4) + word];
+    vec4 values = x[x_first + (first_token + t) * (COLUMNS / 4) + word];
     if (NORM == 2) values = (values - norm_mean[t]) * norm_scale[t];
     if (NORM != 0) values *= norm;
     if (NORM == 2 && HAS_NORM_BIAS != 0) values += norm_bias[norm_bias_first + word];
@@ -107,14 +142,14 @@ void measure(uint first_token) {
     if (NORM == 2) {
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] = 0.0;
         [[dont_unroll]] for (uint word = LANE; word < words; word += WORKGROUP) {
-            [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] += dot(x[(first_token + t) * words + word], vec4(1.0));
+            [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] += dot(x[x_first + (first_token + t) * words + word], vec4(1.0));
         }
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) norm_mean[t] = lane_sum(sums[t]) / float(COLUMNS);
     }
     [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] = 0.0;
     [[dont_unroll]] for (uint word = LANE; word < words; word += WORKGROUP) {
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-            vec4 distance = x[(first_token + t) * words + word] - norm_mean[t];
+            vec4 distance = x[x_first + (first_token + t) * words + word] - norm_mean[t];
             sums[t] += dot(distance, distance);
         }
     }
@@ -123,57 +158,92 @@ void measure(uint first_token) {
     }
 }
 
+#ifdef EPILOGUE_ROPE
+
+// Two neighbouring values of one head.
+void store_pair(uint token, uint head, uint column, vec2 value) {
+    if (head < QUERY_HEADS) {
+        uint target = 4 * y_first + token * OUTPUTS + head * HEAD_DIM + column;
+        y[target] = value.x;
+        y[target + 1] = value.y;
+        return;
+    }
+    uint row = token + (OFFSET_ON_DEVICE != 0 ? offset[4 * offset_first] : cached_len);
+    if (token >= token_count[4 * token_count_first] || row >= CACHE_ROWS) return;
+    head -= QUERY_HEADS;
+    uint target = (head % KV_HEADS * CACHE_ROWS + row) * (HEAD_DIM / 2) + column / 2;
+    if (head < KV_HEADS) {
+        cache_k[2 * KV_UNIT_WORDS * cache_k_first + target] = KV_STORE_PAIR(value);
+    } else {
+        cache_v[2 * KV_UNIT_WORDS * cache_v_first + target] = KV_STORE_PAIR(value);
+    }
+}
+
 void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, vec4 sums[TOKENS]) {
-#if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
+    const uint half_dim = HEAD_DIM / 2;
+    const uint half_rotary = ROTARY_DIM / 2;
+    uint pair = first_tile / 2 * TILE + 2 * lane;
+    if (pair >= ROWS) return;
+    uint head = pair / half_dim;
+    uint i = pair % half_dim;
+    bool rotated = i < half_rotary;
+    uint column = rotated ? i : i + half_rotary;
+    uint distance = rotated ? half_rotary : half_dim - half_rotary;
+    vec4 biases = vec4(0.0);
+    if (HAS_BIAS != 0) {
+        [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) biases[r] = bias[first_bias + (first_tile + r) * TILE + lane];
+    }
+    [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
+        vec4 held = sums[t] + biases;
+        uint token = first_token + t;
+        vec2 c = vec2(1.0);
+        vec2 s = vec2(0.0);
+        if (rotated && head < QUERY_HEADS + KV_HEADS) {
+            uint angle = token * half_dim + i;
+            c = vec2(rope_cos[4 * rope_cos_first + angle], rope_cos[4 * rope_cos_first + angle + 1]);
+            s = vec2(rope_sin[4 * rope_sin_first + angle], rope_sin[4 * rope_sin_first + angle + 1]);
+        }
+        store_pair(token, head, column, held.xz * c - held.yw * s);
+        store_pair(token, head, column + distance, held.yw * c + held.xz * s);
+    }
+}
+
+#elif defined(EPILOGUE_GATED)
+
+void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, vec4 sums[TOKENS]) {
     [[unroll]] for (uint r = 0; r < ROW_TILES; r += 2) {
         uint pair = (first_tile + r) / 2 * TILE + lane;
         if (pair >= ROWS) continue;
-        float bias_a = 0.0;
-        float bias_b = 0.0;
+        vec2 biases = vec2(0.0);
         if (HAS_BIAS != 0) {
-            bias_a = bias[first_bias + (first_tile + r) * TILE + lane];
-            bias_b = bias[first_bias + (first_tile + r + 1) * TILE + lane];
+            biases.x = bias[first_bias + (first_tile + r) * TILE + lane];
+            biases.y = bias[first_bias + (first_tile + r + 1) * TILE + lane];
         }
-#ifdef EPILOGUE_ROPE
-        const uint half_dim = HEAD_DIM / 2;
-        uint head = pair / half_dim;
-        uint i = pair % half_dim;
-        bool rotated = i < ROTARY_DIM / 2;
-        uint column = head * HEAD_DIM + (rotated ? i : i + ROTARY_DIM / 2);
-        uint distance = rotated ? ROTARY_DIM / 2 : half_dim - ROTARY_DIM / 2;
-#endif
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-            float a = sums[t][r] + bias_a;
-            float b = sums[t][r + 1] + bias_b;
-            uint token = first_token + t;
-#ifdef EPILOGUE_GATED
-            y[token * OUTPUTS + pair] = gated(a, b, ACTIVATION);
-#else
-            float c = 1.0;
-            float s = 0.0;
-            if (head < ROTARY_HEADS) {
-                c = rope_cos[token * half_dim + i];
-                s = rope_sin[token * half_dim + i];
-            }
-            y[token * OUTPUTS + column] = a * c - b * s;
-            y[token * OUTPUTS + column + distance] = b * c + a * s;
-#endif
+            float value = gated(sums[t][r] + biases.x, sums[t][r + 1] + biases.y, ACTIVATION);
+            y[4 * y_first + (first_token + t) * OUTPUTS + pair] = value;
         }
     }
+}
+
 #else
+
+void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, vec4 sums[TOKENS]) {
     [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
         uint row = (first_tile + r) * TILE + lane;
         if (row >= ROWS) continue;
         float row_bias = 0.0;
         if (HAS_BIAS != 0) row_bias = bias[first_bias + row];
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
+            uint at = (first_token + t) * OUTPUTS + row;
             float value = activation(sums[t][r] + row_bias, ACTIVATION);
-            if (HAS_RESIDUAL != 0) value += residual[(first_token + t) * OUTPUTS + row];
-            y[(first_token + t) * OUTPUTS + row] = value;
+            if (HAS_RESIDUAL != 0) value += residual[4 * residual_first + at];
+            y[4 * y_first + at] = value;
         }
     }
-#endif
 }
+
+#endif
 
 #ifdef LANES_SUBGROUP
 
@@ -330,16 +400,16 @@ void main() {
     const uint first_token = gl_WorkGroupID.y;
 #else
     const uint first_token = spread(gl_WorkGroupID.y, gl_NumWorkGroups.y) * TOKENS;
-    if (first_token >= token_count[0]) return;
-    real_tokens = token_count[0] - first_token;
+    if (first_token >= token_count[4 * token_count_first]) return;
+    real_tokens = token_count[4 * token_count_first] - first_token;
 #endif
     uint first_x = first_token;
     uint first_block = 0;
-#if TOKENS == 1
+#ifndef COUNTS_TOKENS
     // Each expert of a token takes a row of workgroups, as if it were a token.
     if (EXPERTS_USED != 0) {
         uint token = first_token / EXPERTS_USED;
-        uint expert = route[token * EXPERTS_USED + first_token];
+        uint expert = route[4 * route_first + token * EXPERTS_USED + first_token];
         if (expert == 0xFFFFFFFFu) return;
         if (EXPERT_X == 0) first_x = token;
         first_block = expert * EXPERT_BLOCKS;
@@ -349,7 +419,7 @@ void main() {
 #if defined(LANES_SUBGROUP) && TOKENS > 1
     if (KEEP_X != 0) keep_x(first_x, lane);
 #endif
-#if defined(EPILOGUE_ROPE) || defined(EPILOGUE_GATED)
+#ifndef EPILOGUE_PLAIN
     const uint tiles = (ROWS + TILE - 1) / TILE * 2;
 #else
     const uint tiles = (ROWS + TILE - 1) / TILE;

@@ -1,8 +1,9 @@
 #version 450
 //! variants LANES=subgroup,shared NORM=rms,layer
-// One token, or one group of its features such as a head, per workgroup, normalized: y = x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019), or
-// y = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias (Ba et al. 2016). The heads in it may then be turned, as in
-// rope.comp, and a residual added.
+// One token, or one group of its features such as a head, per workgroup, normalized:
+// y = x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich 2019), or
+// y = (x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias (Ba et al. 2016).
+// The heads in it may then be turned, as in rope.comp, and a residual added.
 #extension GL_GOOGLE_include_directive : require
 #include "lanes.glsl"
 
@@ -10,7 +11,8 @@ layout(constant_id = 1) const uint COLUMNS = 64;
 layout(constant_id = 2) const uint EPSILON_BITS = 0;
 layout(constant_id = 3) const uint X_OFFSET = 0;      // where a token's first group is in x, and from token to token
 layout(constant_id = 4) const uint X_STRIDE = 64;
-layout(constant_id = 5) const uint FIRST_GROUPS = 0;  // groups that share the first weight, those after them share the second; 0: each its own
+// The groups that share the first weight; those behind them share the second. With 0 each has its own.
+layout(constant_id = 5) const uint FIRST_GROUPS = 0;
 layout(constant_id = 6) const uint HAS_RESIDUAL = 0;
 layout(constant_id = 7) const uint HEAD_DIM = 2;      // rotation only, like the one below, which is 0 where there is none
 layout(constant_id = 8) const uint ROTARY_DIM = 0;
@@ -29,9 +31,14 @@ layout(std430, binding = 5) readonly buffer RopeSin { float rope_sin[]; };
 layout(std430, binding = 6) readonly buffer Bias { float bias[]; };
 #endif
 
-// Where this dispatch's part of a buffer of several weights begins, in units of 16 bytes.
+// Where the parts begin that are bound, in units of 16 bytes.
 layout(push_constant) uniform Push {
+    uint x_first;
     uint weight_first;
+    uint y_first;
+    uint residual_first;
+    uint rope_cos_first;
+    uint rope_sin_first;
 #ifdef NORM_LAYER
     uint bias_first;
 #endif
@@ -47,7 +54,7 @@ float normalized(uint start, uint weights, uint column, float mean, float scale)
 
 void main() {
     const uint group = gl_WorkGroupID.y;
-    const uint start = gl_WorkGroupID.x * X_STRIDE + X_OFFSET + group * COLUMNS;
+    const uint start = 4 * x_first + gl_WorkGroupID.x * X_STRIDE + X_OFFSET + group * COLUMNS;
     const uint target = (gl_WorkGroupID.x * gl_NumWorkGroups.y + group) * COLUMNS;
     const uint weights = (FIRST_GROUPS == 0 ? group : group < FIRST_GROUPS ? 0 : 1) * COLUMNS;
     float mean = 0.0;
@@ -71,9 +78,10 @@ void main() {
             uint other = first ? column + half_dim : column - half_dim;
             float partner = normalized(start, weights, other, mean, scale);
             uint angle = gl_WorkGroupID.x * (HEAD_DIM / 2) + (first ? d : d - half_dim);
-            value = value * rope_cos[angle] + (first ? -partner : partner) * rope_sin[angle];
+            float turned = (first ? -partner : partner) * rope_sin[4 * rope_sin_first + angle];
+            value = value * rope_cos[4 * rope_cos_first + angle] + turned;
         }
-        if (HAS_RESIDUAL != 0) value += residual[target + column];
-        y[target + column] = value;
+        if (HAS_RESIDUAL != 0) value += residual[4 * residual_first + target + column];
+        y[4 * y_first + target + column] = value;
     }
 }

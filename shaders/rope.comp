@@ -15,19 +15,29 @@ layout(std430, binding = 1) readonly buffer RopeCos { float rope_cos[]; };
 layout(std430, binding = 2) readonly buffer RopeSin { float rope_sin[]; };
 layout(std430, binding = 3) writeonly buffer Y { float y[]; };
 
+// Where the parts begin that are bound, in units of 16 bytes.
+layout(push_constant) uniform Push {
+    uint x_first;
+    uint rope_cos_first;
+    uint rope_sin_first;
+    uint y_first;
+};
+
 void main() {
     uint column = gl_GlobalInvocationID.x;
     uint token = gl_WorkGroupID.y;
     if (column >= HEADS * HEAD_DIM) return;
     uint d = column % HEAD_DIM;
-    float value = x[token * X_STRIDE + X_OFFSET + column];
+    uint start = 4 * x_first + token * X_STRIDE + X_OFFSET;
+    float value = x[start + column];
     if (d < ROTARY_DIM) {
         const uint half_dim = ROTARY_DIM / 2;
         bool first = d < half_dim;
         uint other = first ? column + half_dim : column - half_dim;
-        float partner = x[token * X_STRIDE + X_OFFSET + other];
+        float partner = x[start + other];
         uint angle = token * (HEAD_DIM / 2) + (first ? d : d - half_dim);
-        value = value * rope_cos[angle] + (first ? -partner : partner) * rope_sin[angle];
+        float turned = (first ? -partner : partner) * rope_sin[4 * rope_sin_first + angle];
+        value = value * rope_cos[4 * rope_cos_first + angle] + turned;
     }
-    y[token * HEADS * HEAD_DIM + column] = value;
+    y[4 * y_first + token * HEADS * HEAD_DIM + column] = value;
 }

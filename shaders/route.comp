@@ -16,6 +16,13 @@ layout(std430, binding = 0) readonly buffer X { uint x[]; };
 layout(std430, binding = 1) readonly buffer TokenCount { uint token_count[]; };
 layout(std430, binding = 2) writeonly buffer Route { uint route[]; };
 
+// Where the parts begin that are bound, in units of 16 bytes.
+layout(push_constant) uniform Push {
+    uint x_first;
+    uint token_count_first;
+    uint route_first;
+};
+
 shared uint logits[EXPERTS];
 shared uint ranks[EXPERTS];
 
@@ -32,13 +39,13 @@ uint rank_of(uint expert) {
 void main() {
     const uint lane = gl_LocalInvocationID.x;
     const uint token = gl_WorkGroupID.x;
-    const uint start = token * 2 * USED;
-    if (token >= token_count[0]) {
+    const uint start = 4 * route_first + token * 2 * USED;
+    if (token >= token_count[4 * token_count_first]) {
         [[dont_unroll]] for (uint slot = lane; slot < USED; slot += WORKGROUP) route[start + slot] = 0xFFFFFFFFu;
         return;
     }
     [[dont_unroll]] for (uint expert = lane; expert < EXPERTS; expert += WORKGROUP) {
-        logits[expert] = x[token * EXPERTS + expert];
+        logits[expert] = x[4 * x_first + token * EXPERTS + expert];
     }
     barrier();
     float highest = uintBitsToFloat(logits[0]);

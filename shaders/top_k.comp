@@ -22,6 +22,13 @@ layout(std430, binding = 0) readonly buffer X { uint x[]; };
 layout(std430, binding = 1) readonly buffer Best { uvec2 best[]; };
 layout(std430, binding = 2) writeonly buffer Y { uvec2 y[]; };
 
+// Where the parts begin that are bound, in units of 16 bytes.
+layout(push_constant) uniform Push {
+    uint x_first;
+    uint best_first;
+    uint y_first;
+};
+
 shared uvec2 listed[LISTED];  // key and column
 shared uint chosen[K];        // groups
 shared uint total;
@@ -31,11 +38,19 @@ bool reaches(uvec2 value, uvec2 threshold) {
     return value.x > threshold.x || (value.x == threshold.x && value.y <= threshold.y);
 }
 
+uint bits_at(uint column) {
+    return x[4 * x_first + column];
+}
+
+uvec2 best_of(uint group) {
+    return best[2 * best_first + group];
+}
+
 // Value number i of the chosen groups; the key 0 stands for one behind the row's end.
 uvec2 chosen_value(uint i) {
     uint group = chosen[i % K];
     uint column = (group / BLOCK * LENGTH + i / K) * BLOCK + group % BLOCK;
-    return column < COLUMNS ? uvec2(sort_key(x[column]), column) : uvec2(0u);
+    return column < COLUMNS ? uvec2(sort_key(bits_at(column)), column) : uvec2(0u);
 }
 
 #define COUNT(result, values, value_of, condition)                                       \
@@ -90,11 +105,11 @@ void list_values(uvec2 threshold) {
 
 void list_best() {
     uvec2 threshold;
-    BISECT(threshold, GROUPS, best[i])
+    BISECT(threshold, GROUPS, best_of(i))
     if (LANE == 0) total = 0u;
     barrier();
     [[dont_unroll]] for (uint i = LANE; i < GROUPS; i += WORKGROUP) {
-        if (reaches(best[i], threshold)) chosen[atomicAdd(total, 1u)] = i;
+        if (reaches(best_of(i), threshold)) chosen[atomicAdd(total, 1u)] = i;
     }
     barrier();
     list_values(threshold);
@@ -108,7 +123,7 @@ void list_best() {
 void list_one_of_each_lane() {
     uvec2 highest = uvec2(0u);
     [[dont_unroll]] for (uint i = LANE; i < GROUPS; i += WORKGROUP) {
-        uvec2 value = best[i];
+        uvec2 value = best_of(i);
         if (highest.x == 0u || reaches(value, highest)) highest = value;
     }
     listed[LANE] = highest;
@@ -128,6 +143,6 @@ void main() {
         [[dont_unroll]] for (uint other = 0; other < total && rank < K; ++other) {
             rank += other != i && reaches(listed[other], value) ? 1u : 0u;
         }
-        if (rank < K) y[rank] = uvec2(value.y, x[value.y]);
+        if (rank < K) y[2 * y_first + rank] = uvec2(value.y, bits_at(value.y));
     }
 }

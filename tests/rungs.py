@@ -11,7 +11,7 @@ from tiny_llama import golden
 
 from vkdecode.decode import DecodeMode
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 CONTRACT = 2e-3  # what the project promises
 REGRESSION = 1e-4  # what it reaches, with room for another driver's rounding

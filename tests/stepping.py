@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from vkdecode.decode import DecodeMode, KvCache
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 Logits = NDArray[np.float32]
 

@@ -42,18 +42,19 @@ if TYPE_CHECKING:
         DecodeMode,
         DecodeSession,
         DecodeTokenData,
+        InferenceContext,
         KvAllocId,
         KvCache,
         KvLayer,
         KvRebindSource,
+        MemoryReport,
         PlanValidity,
         RebindRefusal,
     )
     from vkdecode.gpu import Device, DeviceInfo, DeviceLocation, Storage, list_devices
     from vkdecode.graph import SymEnv, SymId
     from vkdecode.loading import load
-    from vkdecode.models import MemoryReport, Model
-    from vkdecode.runtime import InferenceContext
+    from vkdecode.models import Model
 
 _LAZY = {
     "vkdecode.conversion": ("Converted", "convert"),
@@ -62,18 +63,19 @@ _LAZY = {
         "DecodeMode",
         "DecodeSession",
         "DecodeTokenData",
+        "InferenceContext",
         "KvAllocId",
         "KvCache",
         "KvLayer",
         "KvRebindSource",
+        "MemoryReport",
         "PlanValidity",
         "RebindRefusal",
     ),
     "vkdecode.gpu": ("Device", "DeviceInfo", "DeviceLocation", "Storage", "list_devices"),
     "vkdecode.graph": ("SymEnv", "SymId"),
     "vkdecode.loading": ("load",),
-    "vkdecode.models": ("MemoryReport", "Model"),
-    "vkdecode.runtime": ("InferenceContext",),
+    "vkdecode.models": ("Model",),
 }
 _HOME = {name: module for module, names in _LAZY.items() for name in names}
 

@@ -80,7 +80,7 @@ class CandidateModel(TokenModel, Protocol):
     """What a model may have besides, so that not all logits are read for each token; `vkdecode.Model` has it."""
 
     @property
-    def most_candidates(self) -> int:
+    def max_candidates(self) -> int:
         """The largest `count` that `top_candidates` takes."""
 
     def prepare(self, kv: Any, context: Any, tokens: int, candidates: int = 0) -> None: ...
@@ -178,7 +178,7 @@ class KvFeed:
             return None, 0
         model = cast(CandidateModel, self._model)
         count = sampler.candidates_needed(int(model.config.vocab_size))
-        return (model, count) if 0 < count <= model.most_candidates else (None, 0)
+        return (model, count) if 0 < count <= model.max_candidates else (None, 0)
 
     def _truncate(self, length: int) -> None:
         if self.cached_len > length:
@@ -187,6 +187,6 @@ class KvFeed:
 
 def _new_context(model: TokenModel) -> Any:
     # Imported when needed: a model that brings its own context needs no Vulkan loader.
-    from vkdecode.runtime import InferenceContext
+    from vkdecode.decode import InferenceContext
 
     return InferenceContext(model.device)

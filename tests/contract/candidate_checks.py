@@ -10,7 +10,7 @@ from poison import poison_cache
 
 from vkdecode.decode import DecodeMode
 from vkdecode.errors import ClosedError, InvalidInputError
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 
 def candidates_agree(bench: Bench) -> None:

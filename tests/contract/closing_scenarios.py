@@ -20,7 +20,7 @@ from vkdecode.errors import ClosedError
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 LLAMA = Path(__file__).parents[1] / "data" / "tiny" / "llama"
 ROWS = 24

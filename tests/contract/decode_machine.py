@@ -33,7 +33,7 @@ from vkdecode.errors import ContextLengthError, InvalidInputError
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 # The same weights twice, other weights at equal geometry, another geometry, and another architecture.
 CHECKPOINTS = ("llama", "llama", "llama-rope-linear", "llama-tied-mqa", "phi")

@@ -28,7 +28,7 @@ from vkdecode.decode import (
 from vkdecode.decode.held_plans import take_session
 from vkdecode.errors import ClosedError, ContextLengthError, DeviceError, InvalidInputError, TopologyChanged
 from vkdecode.graph import Op
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.weights import DType
 
 Logits = NDArray[np.float32]

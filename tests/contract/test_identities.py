@@ -15,7 +15,7 @@ from vkdecode.decode import DecodeMode, KvCache
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.weights import open_weights
 
 Logits = NDArray[np.float32]

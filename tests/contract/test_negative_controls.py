@@ -17,7 +17,7 @@ from vkdecode.decode.captured import CapturedDecodeSession
 from vkdecode.gpu import Device
 from vkdecode.graph import SymEnv
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 Logits = NDArray[np.float32]
 ROWS, TOKENS = 24, (3, 5, 7, 11, 13, 17)

@@ -18,7 +18,8 @@ from vkdecode.decode import CapturedDecodeSession, DecodeSession, KvCache, held_
 from vkdecode.gpu import Device
 from vkdecode.graph import SymEnv
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext, plan
+from vkdecode.decode import InferenceContext
+from vkdecode.runtime import plan
 
 Check = Callable[[Bench], None]
 

@@ -18,7 +18,8 @@ from vkdecode.errors import InvalidInputError
 from vkdecode.gpu import Device, DeviceLocation, Storage, list_devices
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext, StorageCache
+from vkdecode.decode import InferenceContext
+from vkdecode.runtime import StorageCache
 from vkdecode.weights import DType
 
 ROWS = 24

@@ -26,7 +26,7 @@ from vkdecode.errors import CaptureRefusedError, ClosedError, DeviceError, Inval
 from vkdecode.gpu import Device
 from vkdecode.graph import Op, SymEnv
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 EXACT = 1e-4
 MOVED = 1e-3

@@ -17,7 +17,7 @@ from vkdecode.errors import OutOfDeviceMemoryError
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 REFERENCE = golden("llama")
 PROMPT = [int(one) for one in REFERENCE.input_ids]

@@ -17,7 +17,7 @@ from vkdecode.errors import ClosedError, DeviceError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Recording
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 EXACT = 1e-4
 REFERENCE = golden("llama")

@@ -21,7 +21,7 @@ from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
 from vkdecode.models import model as model_module
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.weights import DType
 
 EXACT = 1e-4

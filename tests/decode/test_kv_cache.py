@@ -14,7 +14,7 @@ from vkdecode.decode import KvCache, KvGeometry, KvLayer
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device, read_words
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.weights import DType
 
 EXACT = 1e-4

@@ -15,7 +15,7 @@ from vkdecode.decode import DecodeMode
 from vkdecode.gpu import Device, StorageKind, read_words
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.weights.dtypes import DType
 
 EXACT = 1e-4

@@ -27,7 +27,7 @@ from vkdecode.errors import DeviceError, InvalidInputError
 from vkdecode.gpu import Device, DeviceLocation, Storage, StorageKind, list_devices, read_words
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.weights import DType
 
 ROWS = 16

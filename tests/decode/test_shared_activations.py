@@ -11,7 +11,7 @@ from stepping import run, token_ids
 from vkdecode.decode import DecodeSession
 from vkdecode.gpu import Device, Storage
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.runtime.slots import SlotPool
 
 LENGTHS = (276, 250, 20, 276, 250)  # 256 tokens without logits and 64, 256 with logits, 64

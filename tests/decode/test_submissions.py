@@ -12,7 +12,7 @@ from vkdecode.decode import DecodeMode
 from vkdecode.errors import DeviceLostError, InvalidInputError
 from vkdecode.gpu import Device, Recording
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 TinyModels = Callable[..., Model]
 IDS = [5, 9, 77, 3, 120, 41, 8, 15, 16, 23, 42, 99, 100, 7, 64, 31, 12]

@@ -14,7 +14,7 @@ from tiny_llama import PATHS, TINY, golden
 from vkdecode.decode import DecodeMode
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 TinyModels = Callable[..., Model]
 TOKENS = 12

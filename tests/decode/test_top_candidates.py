@@ -22,7 +22,7 @@ from vkdecode.gpu import Device, Recording
 from vkdecode.graph import Op
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.runtime import context as context_module
 from vkdecode.runtime.weight_layout import most_units
 from vkdecode.sampling import Sampler, SamplingParams

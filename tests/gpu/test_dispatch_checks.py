@@ -13,11 +13,11 @@ from vkdecode.errors import ClosedError, DeviceError, InvalidInputError, OutOfDe
 from vkdecode.gpu import (
     Algorithm,
     Device,
+    Download,
     Recording,
     Run,
     Storage,
     StorageKind,
-    Sync,
     Upload,
     list_devices,
     registry,
@@ -58,7 +58,7 @@ PUSH = {"source_start": 0, "target_start": 0, "count": 16}
 
 def test_a_good_dispatch_runs_as_often_as_wanted(device: Device) -> None:
     source, target = staged(device), staged(device)
-    recording = Recording(device, [Upload((source,)), Run(copy(device, source, target), PUSH), Sync((target,))])
+    recording = Recording(device, [Upload((source,)), Run(copy(device, source, target), PUSH), Download((target,))])
     for number in range(3):
         source.write(np.arange(16, dtype=np.uint32) + number)
         recording.submit()
@@ -84,6 +84,17 @@ def test_each_limit_is_kept(device: Device, limits: dict[str, Any], name: str) -
     limit(device, **limits)
     with pytest.raises(DeviceError, match=f"exceeds {name} of device 0"):
         copy(device, source, target, groups=(3, 3, 3))
+
+
+def test_shared_memory_is_kept_to(device: Device) -> None:
+    """16 logits and 16 ranks of 4 bytes each."""
+    kernel, storages = registry().get("route"), [staged(device) for _ in range(3)]
+    spec = {"WORKGROUP": 8, "EXPERTS": 16, "USED": 2, "NORMALIZED": 0}
+    limit(device, max_compute_shared_memory_bytes=128)
+    Algorithm(device, kernel, storages, spec, (1, 1, 1))
+    limit(device, max_compute_shared_memory_bytes=127)
+    with pytest.raises(DeviceError, match="128 exceeds maxComputeSharedMemorySize of device 0"):
+        Algorithm(device, kernel, storages, spec, (1, 1, 1))
 
 
 def test_a_limit_may_be_reached(device: Device) -> None:
@@ -156,23 +167,22 @@ def test_wrong_push_constants_are_refused(device: Device, push: dict[str, int]) 
 
 
 def test_push_constants_for_a_kernel_without_them_are_refused(device: Device) -> None:
-    spec = {"WORKGROUP": 64, "COLUMNS": 4, "X_OFFSET": 0, "X_STRIDE": 4}
-    algorithm = Algorithm(device, registry().get("contiguize"), [staged(device), staged(device)], spec, (1, 1, 1))
-    with pytest.raises(ShaderError, match="kernel 'contiguize'"):
+    algorithm = Algorithm(device, registry().get("subgroup_check"), [staged(device)], {"WORKGROUP": 64}, (1, 1, 1))
+    with pytest.raises(ShaderError, match="kernel 'subgroup_check'"):
         Recording(device, [Run(algorithm, {"count": 1})])
 
 
 @pytest.mark.parametrize("kind", [StorageKind.DEVICE, StorageKind.HOST])
-def test_only_staged_storage_orders_dispatches(device: Device, kind: StorageKind) -> None:
+def test_only_staged_storage_is_uploaded_or_downloaded(device: Device, kind: StorageKind) -> None:
     storage = device.allocate(64, DType.U32, kind)
-    for step in (Upload((storage,)), Sync((storage,))):
-        with pytest.raises(ShaderError, match="no host-visible twin"):
+    for step in (Upload((storage,)), Download((storage,))):
+        with pytest.raises(ShaderError, match="no staging buffer"):
             Recording(device, [step])
 
 
 def test_a_recording_is_not_submitted_after_its_device_or_storage_was_closed(fresh: Device) -> None:
     source, target = staged(fresh), staged(fresh)
-    recording = Recording(fresh, [Upload((source,)), Run(copy(fresh, source, target), PUSH), Sync((target,))])
+    recording = Recording(fresh, [Upload((source,)), Run(copy(fresh, source, target), PUSH), Download((target,))])
     recording.submit()
     source.close()
     with pytest.raises(ClosedError, match="closed"):

@@ -46,10 +46,20 @@ def test_access_is_read_from_the_compiled_code() -> None:
         name, *terms = key.split()
         kernel = registry().get(name, **dict(term.split("=", 1) for term in terms))
         written = [one.name for one in kernel.bindings if one.access != "read"]
-        cache = ["cache_k", "cache_v"] if "WRITE=1" in terms else []
-        outputs = {"copy_words": ["target"], "kv_write": ["cache"]}
+        caches = ["cache_k", "cache_v"]
+        outputs = {"copy_words": ["target"], "kv_write": caches, "kv_move": caches}
         outputs |= {"subgroup_check": ["result"], "self_check": ["result"], "group_max": ["best"], "route": ["route"]}
-        assert written == outputs.get(name, [*cache, "y"])
+        assert written == outputs.get(name, ["y", *(caches if "EPILOGUE=rope" in terms else [])])
+
+
+def test_every_kernel_is_told_where_its_parts_begin() -> None:
+    """But for those that bind whole buffers only."""
+    for key in registry().keys():  # noqa: SIM118  # a registry is no mapping
+        name, *terms = key.split()
+        kernel = registry().get(name, **dict(term.split("=", 1) for term in terms))
+        first = tuple(f"{one.name}_first" for one in kernel.bindings)
+        whole = name in ("copy_words", "self_check", "subgroup_check")
+        assert kernel.push[: len(first)] == first or (whole and not set(first) & set(kernel.push)), key
 
 
 @pytest.mark.parametrize(
@@ -121,6 +131,14 @@ def test_a_new_source_makes_blobs_stale(blobs: Path, sources: Path) -> None:
 def test_an_installed_package_needs_no_sources(blobs: Path, tmp_path: Path) -> None:
     change_manifest(blobs, build={})
     assert KernelRegistry(blobs, tmp_path / "nothing").get("copy_words").code
+
+
+@pytest.mark.parametrize("shared", ["COLUMNS", None, ["^", 1, 2], ["*", 4, "LANES"]])
+def test_shared_memory_that_cannot_be_computed_is_refused(blobs: Path, shared: Any) -> None:
+    entry = json.loads((blobs / "manifest.json").read_text())["kernels"]["copy_words"]
+    change_manifest(blobs, kernels={"copy_words": {**entry, "shared": shared}})
+    with pytest.raises(ShaderError, match=f"'copy_words' is not one of this version.*{COMMAND}"):
+        KernelRegistry(blobs).get("copy_words")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from vkdecode.errors import InvalidInputError
 from vkdecode.gpu import Device, copy_seconds
 from vkdecode.loading import load
 from vkdecode.models import Model, load_model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.weights import DType
 
 SPEED = {

@@ -24,7 +24,7 @@ from vkdecode.gpu import Device
 from vkdecode.graph import Graph
 from vkdecode.loading import load
 from vkdecode.models import load_model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.runtime.kernel_choice import choose_kernel
 from vkdecode.weights import DType
 from vkdecode.weights.jsonfile import read_json_object

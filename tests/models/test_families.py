@@ -22,7 +22,7 @@ from vkdecode.errors import ConfigError, ContextLengthError
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import ARCHITECTURES, Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 
 def config_of(name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from vkdecode.doctor.references import attention, layer_norm, rotate, silu
 from vkdecode.gpu import Device
 from vkdecode.graph import FUSIONS
 from vkdecode.loading import load
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 F64 = NDArray[np.float64]
 Tensors = dict[str, F64]

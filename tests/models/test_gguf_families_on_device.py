@@ -17,7 +17,7 @@ from stepping import Logits, furthest
 from vkdecode.decode import DecodeMode
 from vkdecode.gpu import Device
 from vkdecode.loading import load
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.weights import WeightSource, open_weights
 from vkdecode.weights.blocks import decode_rows, ggml_type
 

@@ -15,7 +15,7 @@ from tiny_llama import TINY, changed_copy, golden
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 F16_KV = 2e-2
 POSITIONS = 48

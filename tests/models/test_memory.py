@@ -18,7 +18,7 @@ from vkdecode.errors import DeviceError, InvalidInputError, OutOfDeviceMemoryErr
 from vkdecode.gpu import Device, Storage
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.sampling import Sampler
 from vkdecode.token_model import KvFeed
 

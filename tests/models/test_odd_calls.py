@@ -15,7 +15,7 @@ from vkdecode.generate import generate
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 RUN = f"{sys.executable} -W ignore -m vkdecode generate {TINY / 'llama'} --token-ids 1,2 -n 2"
 

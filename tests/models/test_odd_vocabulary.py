@@ -13,7 +13,7 @@ from tiny_llama import TINY, changed_copy
 from vkdecode.decode import DecodeMode
 from vkdecode.gpu import Device
 from vkdecode.loading import load
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 
 @pytest.mark.parametrize("rung", ["captured", "held", "rebuild"])

@@ -15,7 +15,7 @@ from vkdecode.decode.step import CHUNK_SIZES
 from vkdecode.errors import ContextLengthError
 from vkdecode.gpu import Device
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 LONGEST = 300
 LENGTHS = (1, 2, 15, 16, 17, 24, 63, 64, 65, 80, 255, 256, 257, LONGEST)

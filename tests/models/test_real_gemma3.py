@@ -17,7 +17,7 @@ from model_files import DATA
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = json.loads((DATA / "gemma3.json").read_text(encoding="utf-8"))["completions"]

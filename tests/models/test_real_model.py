@@ -15,7 +15,7 @@ from vkdecode.generate import generate
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 TOP = 0.05
 NEAR_TIE = 0.1

@@ -18,7 +18,8 @@ from vkdecode.errors import DeviceError
 from vkdecode.gpu import Device, StorageKind
 from vkdecode.graph import Graph, NodeId, Op, SymEnv, WeightSpec
 from vkdecode.loading import load
-from vkdecode.runtime import InferenceContext, StorageCache, WeightStore
+from vkdecode.decode import InferenceContext
+from vkdecode.runtime import StorageCache, WeightStore
 from vkdecode.weights import DType, open_weights
 
 

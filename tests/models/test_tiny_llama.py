@@ -14,7 +14,7 @@ from tiny_llama import NAMES, PATHS, golden
 from vkdecode.decode import DecodeMode
 from vkdecode.gpu import Device
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 
 ROUNDING = 1e-4
 F16_KV = 2e-2

@@ -12,7 +12,8 @@ from conftest import TINY, TinyModels
 from vkdecode.decode import DecodeSession
 from vkdecode.gpu import Algorithm, Device, Kernel
 from vkdecode.loading import load
-from vkdecode.runtime import InferenceContext, Plan
+from vkdecode.decode import InferenceContext
+from vkdecode.runtime import Plan
 
 IDS = [3, 5, 7, 11, 13]
 

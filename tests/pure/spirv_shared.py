@@ -1,4 +1,7 @@
-"""Shared memory that a SPIR-V module declares, computed from the module itself for given specialization constants."""
+"""Shared memory that a SPIR-V module declares, computed from the module itself for given specialization constants.
+
+This reads the code that runs, behind `spirv-opt`; the manifest has it from the code before.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _OPERATIONS: dict[int, Callable[..., int]] = {
 
 
 def declared_shared_bytes(code: bytes, spec: Mapping[int, int]) -> int:
-    """Bytes of all workgroup variables; `spec` holds values by constant id."""
+    """Bytes of all workgroup variables, each in whole units of the largest alignment; `spec` holds values by id."""
     words = struct.unpack(f"<{len(code) // 4}I", code)
     ids: dict[int, int] = {}
     found: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -49,4 +52,10 @@ def declared_shared_bytes(code: bytes, spec: Mapping[int, int]) -> int:
             return body[0] // 8
         return size(body[0]) * (body[1] if opcode == 23 else value(body[1]))
 
-    return sum(size(found[pointer][1][1]) for pointer in variables)
+    def alignment(one: int) -> int:  # of vectors of 2 and 4 components, as the kernels have them
+        opcode, body = found[one]
+        return alignment(body[0]) if opcode == 28 else size(one)
+
+    types = [found[pointer][1][1] for pointer in variables]
+    largest = max(map(alignment, types), default=1)
+    return sum(-(-size(one) // largest) * largest for one in types)

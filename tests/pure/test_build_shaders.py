@@ -13,6 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import build_shaders
 from build_shaders import BuildError, Shader, compile_one, kernel_key, parse_shader
 
+from vkdecode.errors import ShaderError
+from vkdecode.gpu import Kernel, kernels
+
 HEAD = """#version 450
 layout(local_size_x_id = 0) in;
 layout(constant_id = 0) const uint WORKGROUP = 32;
@@ -94,6 +97,77 @@ void main() { b[0] = a[COUNT] + a4[COUNT].x; }
     assert [one["name"] for one in built(tmp_path, body)["bindings"]] == ["a", "b"]
     with pytest.raises(BuildError, match="binding 0 is declared twice"):
         built(tmp_path, body.replace("readonly buffer A4", "buffer A4"))
+
+
+def shared(entry: dict[str, Any], **spec: int) -> int:
+    """The shared memory of a manifest entry, computed as the package computes it."""
+    constants = tuple(entry["spec"])
+    kernel = Kernel("probe", b"", (), (), constants, kernels._expression(entry["shared"], constants))
+    return kernel.shared_bytes({"WORKGROUP": 32, "COUNT": 1, **spec})
+
+
+def test_a_kernel_without_shared_memory_says_so(tmp_path: Path) -> None:
+    assert built(tmp_path, "void main() {}\n")["shared"] == 0
+
+
+@pytest.mark.parametrize(
+    ("declared", "spec", "nbytes"),
+    [
+        ("float a[COUNT];", {"COUNT": 7}, 28),
+        ("uint a;", {}, 4),
+        ("bool a[COUNT];", {"COUNT": 3}, 12),
+        ("float a[5]; vec2 b[COUNT];", {"COUNT": 3}, 24 + 24),
+        ("vec3 a[COUNT];", {"COUNT": 3}, 48),
+        ("vec4 a; float b[COUNT]; float c;", {"COUNT": 5}, 16 + 32 + 16),
+        ("float a[COUNT][WORKGROUP];", {"COUNT": 3, "WORKGROUP": 8}, 96),
+        ("float a[3 * COUNT + WORKGROUP / 4 - 1];", {"COUNT": 5, "WORKGROUP": 9}, 4 * (15 + 2 - 1)),
+        ("float a[COUNT % 4 + 1];", {"COUNT": 7}, 16),
+        ("uvec2 a[COUNT > WORKGROUP ? COUNT : WORKGROUP];", {"COUNT": 40}, 320),
+        ("uvec2 a[COUNT >= WORKGROUP ? COUNT : WORKGROUP];", {"COUNT": 4}, 256),
+        ("float a[COUNT == 1 ? 2 : 3]; float b[COUNT != 1 ? 2 : 5];", {}, 4 * (2 + 5)),
+        ("float a[COUNT < 2 ? 2 : 3]; float b[COUNT <= 0 ? 2 : 5];", {}, 4 * (2 + 5)),
+    ],
+)
+def test_shared_memory_is_computed_from_the_constants(
+    tmp_path: Path, declared: str, spec: dict[str, int], nbytes: int
+) -> None:
+    lines = "".join(f"shared {one.strip()};\n" for one in declared.split(";") if one.strip())
+    assert shared(built(tmp_path, f"{lines}void main() {{}}\n"), **spec) == nbytes
+
+
+def test_a_length_below_0_is_one_that_no_device_has(tmp_path: Path) -> None:
+    entry = built(tmp_path, "shared float a[COUNT - 2];\nvoid main() {}\n")
+    assert shared(entry, COUNT=1) == 4 * 0xFFFFFFFF
+
+
+def test_a_length_that_divides_by_0_is_refused(tmp_path: Path) -> None:
+    entry = built(tmp_path, "shared float a[WORKGROUP / COUNT];\nvoid main() {}\n")
+    with pytest.raises(ShaderError, match="kernel 'probe' divides by a constant that is 0"):
+        shared(entry, COUNT=0)
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ("shared float a[COUNT ^ 3u];", r"probe: the length of a shared array: no rule for the SPIR-V operation 198"),
+        ("shared float a[COUNT << 1];", r"probe: the length of a shared array: no rule for the SPIR-V operation 196"),
+        ("struct Two { float a; vec4 b; };\nshared Two two;", r"probe: shared memory: no rule .* type of opcode 30,"),
+        ("shared mat2 a;", r"probe: shared memory: no rule for the SPIR-V type of opcode 24,"),
+    ],
+)
+def test_shared_memory_that_cannot_be_computed_fails_the_build(tmp_path: Path, declared: str, message: str) -> None:
+    with pytest.raises(BuildError, match=message):
+        built(tmp_path, f"{declared}\nvoid main() {{}}\n")
+
+
+def test_the_package_computes_every_operation_that_the_build_writes() -> None:
+    assert set(build_shaders.OPERATIONS.values()) == set(kernels._OPERATIONS)
+
+
+@pytest.mark.parametrize("held", [None, 1.5, "OTHER", [], ["^", 1, 2], ["+", 1, "OTHER"], [["+"], 1], {"+": 1}])
+def test_an_expression_that_is_none_is_refused(held: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        kernels._expression(held, ("COUNT",))
 
 
 def test_only_what_changed_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

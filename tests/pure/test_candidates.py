@@ -99,7 +99,7 @@ class CandidateFake(FakeModel):
 
     def __init__(self, script: str, most: int = 64) -> None:
         super().__init__(script)
-        self.most_candidates = most
+        self.max_candidates = most
         self.asked: list[int] = []
         self.prepared: list[int] = []
 

@@ -13,8 +13,7 @@ from spirv_shared import declared_shared_bytes
 
 from vkdecode.decode import CHUNK_SIZES, DecodeMode, StepOptions, plan_step, prompt_steps
 from vkdecode.errors import DeviceError, OutOfDeviceMemoryError, ShaderError
-from vkdecode.gpu import DeviceInfo, check_dispatch, registry
-from vkdecode.gpu.limits import shared_memory_bytes
+from vkdecode.gpu import DeviceInfo, Kernel, check_dispatch, registry
 from vkdecode.graph import Graph, Op, WeightSpec
 from vkdecode.models import Model
 from vkdecode.models.memory import MINIMAL_ROWS
@@ -39,6 +38,11 @@ def steps_of(model: Model) -> Iterator[StepOptions]:
         yield from (one for size in CHUNK_SIZES for one in prompt_steps(model, size, mode))
         if model.most_step_tokens("all") >= CHUNK_SIZES[0]:
             yield StepOptions(CHUNK_SIZES[0], "all", kv_offset, arm)
+
+
+def kernel_of(key: str) -> Kernel:
+    name, *terms = key.split()
+    return registry().get(name, **dict(term.split("=", 1) for term in terms))
 
 
 def declared_shared(dispatch: Dispatch) -> int:
@@ -331,18 +335,54 @@ def test_the_shared_memory_of_each_kernel_is_what_its_code_declares(
         for one in plan.dispatches:
             if one.kernel.key not in seen:
                 seen[one.kernel.key] = declared_shared(one)
-                assert shared_memory_bytes(one.kernel, one.spec) == seen[one.kernel.key], one.kernel.key
+                assert one.kernel.shared_bytes(one.spec) == seen[one.kernel.key], one.kernel.key
     assert (max(seen.values()) > 2048) == (lanes is None)
 
 
-def test_every_kernel_without_forms_declares_what_is_computed() -> None:
+@pytest.mark.parametrize("values", [range(64, 512, 4), range(60, 7, -1)])
+def test_every_kernel_declares_what_is_computed(values: range) -> None:
     for key in registry().keys():  # noqa: SIM118  # a registry is no mapping
-        if "LANES=" not in key:
-            kernel = registry().get(key)
-            spec = dict.fromkeys(kernel.spec, 64)
-            assert shared_memory_bytes(kernel, spec) == declared_shared_bytes(
-                kernel.code, dict.fromkeys(range(len(spec)), 64)
-            ), key
+        kernel = kernel_of(key)
+        spec = dict(zip(kernel.spec, values, strict=False))
+        assert kernel.shared_bytes(spec) == declared_shared_bytes(kernel.code, dict(enumerate(spec.values()))), key
+
+
+ATTENTION = {"WORKGROUP": 64, "HEAD_DIM": 128}
+TOP_K = {"WORKGROUP": 64, "LISTED": 256, "K": 5}
+
+
+@pytest.mark.parametrize(
+    ("key", "spec", "nbytes"),
+    [
+        ("copy_words", {}, 0),
+        ("norm LANES=subgroup NORM=rms", {}, 0),
+        ("norm LANES=shared NORM=layer", {"WORKGROUP": 128}, 512),
+        ("self_check", {"WORKGROUP": 8}, 32),
+        ("route", {"EXPERTS": 7}, 28 + 28),
+        ("route", {"EXPERTS": 128}, 512 + 512),
+        # The pairs of the list are aligned to 8 bytes, so that the number of those chosen may take 4 bytes more.
+        ("top_k LANES=shared", TOP_K, 256 + 2048 + (20 + 4) + (4 + 4)),
+        ("top_k LANES=subgroup", {**TOP_K, "K": 64}, 2048 + 256 + (4 + 4)),
+        ("linear LANES=subgroup DTYPE=f32 TOKENS=16 EPILOGUE=plain KV=none", {"WORKGROUP": 64, "X_CHUNK": 256}, 0),
+        ("linear LANES=shared DTYPE=q4_k TOKENS=8 EPILOGUE=gated KV=none", {"WORKGROUP": 64, "X_CHUNK": 256}, 9472),
+        (
+            "linear LANES=shared DTYPE=f16 TOKENS=1 EPILOGUE=plain KV=none",
+            {"WORKGROUP": 2, "X_CHUNK": 32},
+            16 + 128 + 32,
+        ),
+        ("attention LANES=subgroup KV=f16 QUERIES=8", ATTENTION, 1024),
+        ("attention LANES=shared KV=f16 QUERIES=1", ATTENTION, 256 + 1024 + 512 + 256),
+        ("attention LANES=shared KV=f32 QUERIES=3", {"WORKGROUP": 32, "HEAD_DIM": 100}, 128 + 512 + 1200 + 384),
+    ],
+)
+def test_shared_memory_is_what_one_would_count_by_hand(key: str, spec: dict[str, int], nbytes: int) -> None:
+    kernel = kernel_of(key)
+    assert kernel.shared_bytes({**dict.fromkeys(kernel.spec, 1), **spec}) == nbytes
+
+
+def test_shared_memory_of_constants_that_are_not_the_kernels_is_refused() -> None:
+    with pytest.raises(ShaderError, match="kernel 'route' takes the specialization constants"):
+        registry().get("route").shared_bytes({"EXPERTS": 8})
 
 
 def test_the_smallest_device_of_this_test_is_the_smallest_that_vulkan_allows() -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vkdecode.errors import ConfigError
 from vkdecode.graph import RowPick, WeightSpec
 from vkdecode.runtime.block_layout import BLOCK_LAYOUTS, block_words
-from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, row_slots, weight_bytes
+from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, device_rows, weight_bytes
 from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
 from vkdecode.weights.dtypes import BLOCK_DTYPES, DType
 
@@ -37,7 +37,7 @@ def assert_each_row_once(slots: NDArray[np.int64], rows: int, block_rows: int) -
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=3), TILES, ROW_TILES)
 def test_plain_rows_stand_in_order(parts: list[int], tile: int, row_tiles: int) -> None:
-    slots = row_slots(spec(tuple(parts)), tile, tile * row_tiles)
+    slots = device_rows(spec(tuple(parts)), tile, tile * row_tiles)
     assert_each_row_once(slots, sum(parts), tile * row_tiles)
     np.testing.assert_array_equal(slots[: sum(parts)], np.arange(sum(parts)))
     assert slots.size - sum(parts) < tile * row_tiles
@@ -45,7 +45,7 @@ def test_plain_rows_stand_in_order(parts: list[int], tile: int, row_tiles: int) 
 
 @given(st.integers(1, 100), TILES, ROW_TILES)
 def test_a_gate_stands_in_the_tile_before_its_product(pairs: int, tile: int, row_tiles: int) -> None:
-    slots = row_slots(spec((pairs, pairs), "gated"), tile, tile * row_tiles)
+    slots = device_rows(spec((pairs, pairs), "gated"), tile, tile * row_tiles)
     assert_each_row_once(slots, 2 * pairs, tile * row_tiles)
     for pair in range(pairs):
         at = pair // tile * 2 * tile + pair % tile
@@ -59,7 +59,7 @@ def test_rows_that_one_rotation_turns_are_a_tile_apart(
 ) -> None:
     rotary_half = data.draw(st.integers(0, half))
     one = spec((heads * 2 * half,), "rope", head_dim=2 * half, rotary_dim=2 * rotary_half)
-    slots = row_slots(one, tile, tile * row_tiles)
+    slots = device_rows(one, tile, tile * row_tiles)
     assert_each_row_once(slots, heads * 2 * half, tile * row_tiles)
     for pair in range(heads * half):
         head, i = divmod(pair, half)
@@ -74,14 +74,14 @@ def test_rows_that_one_rotation_turns_are_a_tile_apart(
 
 def test_stacked_projections_pair_within_each_head() -> None:
     one = spec((8, 4, 4), "rope", head_dim=4, rotary_dim=4)
-    assert row_slots(one, 2, 8).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
-    assert row_slots(one, 4, 8).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    assert device_rows(one, 2, 8).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
+    assert device_rows(one, 4, 8).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
 
 
 @pytest.mark.parametrize(("gate", "up"), [(3, 4), (4, 3)])
 def test_a_gate_without_its_product_is_refused(gate: int, up: int) -> None:
     with pytest.raises(ConfigError, match=f"part0 has {gate} rows and part1 has {up}"):
-        row_slots(spec((gate, up), "gated"), 4, 8)
+        device_rows(spec((gate, up), "gated"), 4, 8)
 
 
 @given(st.integers(1, 5), st.integers(1, 50), st.sampled_from(["plain", "gated"]), TILES, ROW_TILES)
@@ -90,8 +90,8 @@ def test_each_expert_stands_like_a_matrix_of_its_own(
 ) -> None:
     parts = 2 if order == "gated" else 1
     stack = replace(spec((experts * rows,) * parts, order), experts=experts)
-    slots = row_slots(stack, tile, tile * row_tiles).reshape(experts, -1)
-    alone = row_slots(spec((rows,) * parts, order), tile, tile * row_tiles)
+    slots = device_rows(stack, tile, tile * row_tiles).reshape(experts, -1)
+    alone = device_rows(spec((rows,) * parts, order), tile, tile * row_tiles)
     for expert in range(experts):
         part, row = np.divmod(alone, rows)
         expected = np.where(alone < 0, -1, part * experts * rows + expert * rows + row)

@@ -13,6 +13,7 @@ import itertools
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from numpy.typing import NDArray
 from vkdecode.gpu import (
     Algorithm,
     Device,
+    Download,
     Recording,
     Run,
-    Step,
     Storage,
     StorageKind,
-    Sync,
     Upload,
     list_devices,
     registry,
@@ -125,12 +125,34 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@dataclass
+class Part:
+    """What one or several names of a kernel bind: a part of a storage that begins behind words that must not count."""
+
+    storage: Storage
+    first: int
+    unset: np.uint32
+    contents: NDArray[Any]
+
+    def fill(self) -> None:
+        values, words = words_of(self.contents), self.storage.data.view(np.uint32)
+        assert 16 * self.first + values.nbytes + 4 * GUARD_WORDS <= words.nbytes
+        words[:] = self.unset
+        words[4 * self.first : 4 * self.first + values.size] = values
+
+    def left(self, name: str) -> Words:
+        """The words of the part, with those behind the contents."""
+        words = self.storage.data.view(np.uint32)
+        assert (words[: 4 * self.first] == self.unset).all(), f"{name} was written before its part"
+        return np.array(words[4 * self.first :])
+
+
 class Trial:
     """One kernel with its buffers, dispatched any number of times.
 
     Args:
         key: the kernel's.
-        buffers: contents by binding name; the same array under two names is one storage bound twice.
+        buffers: contents by binding name; the same array under two names is one part of one storage, bound twice.
         spec: specialization constants.
         workgroups: dispatch size.
 
@@ -142,50 +164,41 @@ class Trial:
         name, *_ = key.split()
         self.kernel = registry().get(name, **axes_of(key))
         assert {binding.name for binding in self.kernel.bindings} == set(buffers), key
-        shared: dict[int, Storage] = {}
-        # What may be a part of a buffer begins somewhere in it, behind words that must not count.
-        alone = [name for name, values in buffers.items() if sum(one is values for one in buffers.values()) == 1]
-        self._first = {name: 3 + at for at, name in enumerate(alone) if f"{name}_first" in self.kernel.push}
-        for name, values in buffers.items():
-            if id(values) not in shared:
-                nbytes = 16 * self._first.get(name, 0) + values.nbytes + 4 * GUARD_WORDS
-                shared[id(values)] = device().allocate(nbytes, DType.U32, StorageKind.STAGED)
-        self._storages = tuple(shared.values())
-        self._contents = dict(buffers)
-        self._unset = {one.name: POISON if one.access == "read" else CANARY for one in self.kernel.bindings}
-        self._bound = {name: shared[id(values)] for name, values in buffers.items()}
-        in_order = [self._bound[binding.name] for binding in self.kernel.bindings]
+        self._written = [binding.name for binding in self.kernel.bindings if binding.access != "read"]
+        parts: dict[int, Part] = {}
+        for values in buffers.values():
+            if id(values) not in parts:
+                names = [name for name, one in buffers.items() if one is values]
+                # A kernel that does not ask where a part begins can be bound to whole storages only.
+                first = 3 + len(parts) if all(f"{name}_first" in self.kernel.push for name in names) else 0
+                nbytes = 16 * first + values.nbytes + 4 * GUARD_WORDS
+                storage = device().allocate(nbytes, DType.U32, StorageKind.STAGED)
+                unset = CANARY if set(names) & set(self._written) else POISON
+                parts[id(values)] = Part(storage, first, unset, values)
+        self._parts = tuple(parts.values())
+        self._bound = {name: parts[id(values)] for name, values in buffers.items()}
+        starts = {f"{name}_first": part.first for name, part in self._bound.items()}
+        self._push = {name: first for name, first in starts.items() if name in self.kernel.push}
+        in_order = [self._bound[binding.name].storage for binding in self.kernel.bindings]
         self._algorithm = Algorithm(device(), self.kernel, in_order, spec, workgroups)
 
     def run(self, push: Mapping[str, int] | None = None, **changed: NDArray[Any]) -> dict[str, Words]:
         """Fill all buffers anew, dispatch, and return the words of what is writable, with those behind the contents."""
-        self._contents.update(changed)
-        for name, storage in self._bound.items():
-            values = words_of(self._contents[name])
-            start = 4 * self._first.get(name, 0)
-            assert 4 * start + values.nbytes + 4 * GUARD_WORDS <= storage.nbytes, name
-            storage.data.view(np.uint32)[:] = self._unset[name]
-            storage.data.view(np.uint32)[start : start + values.size] = values
-        written = [binding.name for binding in self.kernel.bindings if binding.access != "read"]
-        steps: list[Step] = [
-            Upload(self._storages),
-            Run(self._algorithm, {**{f"{name}_first": first for name, first in self._first.items()}, **(push or {})}),
-            Sync(tuple(self._bound[name] for name in written)),
-        ]
-        Recording(device(), steps).submit()
+        for name, values in changed.items():
+            self._bound[name].contents = values
+        for part in self._parts:
+            part.fill()
+        # Before a submission a recording marks what it downloads, so what it uploads must be something else.
+        Recording(device(), [Upload(tuple(part.storage for part in self._parts))]).submit()
+        run = Run(self._algorithm, {**self._push, **(push or {})})
+        written = Download(tuple(self._bound[name].storage for name in self._written))
+        Recording(device(), [run, written]).submit()
         _dispatched.add(self.kernel.key)
-        return {name: self._left(name) for name in written}
-
-    def _left(self, name: str) -> Words:
-        words = self._bound[name].data.view(np.uint32)
-        start = 4 * self._first.get(name, 0)
-        assert (words[:start] == self._unset[name]).all(), f"{name} was written before its part"
-        left: Words = words[start:].copy()
-        return left
+        return {name: self._bound[name].left(name) for name in self._written}
 
     def close(self) -> None:
-        for storage in self._storages:
-            storage.close()
+        for part in self._parts:
+            part.storage.close()
 
 
 def run_once(

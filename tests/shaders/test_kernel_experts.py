@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from vkdecode.gpu import Lanes
 from vkdecode.graph import Graph, LinearAttrs, Op, WeightSpec
-from vkdecode.runtime.kernel_choice import choose_kernel
-from vkdecode.runtime.weight_layout import pack_rows, row_slots
+from vkdecode.runtime.kernels import choose_kernel
+from vkdecode.runtime.weight_layout import pack_rows, device_rows
 from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
 from vkdecode.weights.dtypes import DType
 
@@ -193,7 +193,7 @@ class Stack:
 
     def in_slots(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Rows in the order of the device, poison for padding and for the experts that no token takes."""
-        slots = row_slots(self.spec, self.lanes.tile, self.lanes.block_rows)
+        slots = device_rows(self.spec, self.lanes.tile, self.lanes.block_rows)
         out: NDArray[Any] = (
             np.full((slots.size, rows.shape[1]), 0xFF, np.uint8)
             if rows.dtype == np.uint8

@@ -21,7 +21,7 @@ from vkdecode.doctor import examine
 from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, StorageKind, Sync, read_words, registry
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
+from vkdecode.decode import InferenceContext
 from vkdecode.weights import DType
 
 PATHS = (("device", "bounded"), ("device", "masked"), ("symenv", "masked"), ("symenv", "bounded"))

@@ -17,12 +17,12 @@ from vkdecode.bench.speed import decode_speeds, first_token, prefill_speeds, run
 from vkdecode.bench.synthetic import SyntheticSource
 from vkdecode.bench.timing import measure, timed
 from vkdecode.bench.traffic import decode_traffic
-from vkdecode.gpu import Device, copy_seconds
+from vkdecode.decode import InferenceContext
+from vkdecode.gpu import Device, copy_seconds, lanes_of
 from vkdecode.graph import WeightSpec
 from vkdecode.loading import load
 from vkdecode.models import Model, load_model
 from vkdecode.models.registry import architecture_of
-from vkdecode.runtime import InferenceContext
 from vkdecode.weights import WeightSource, open_weights
 
 _QUICK_COPY_BYTES = 32 << 20
@@ -133,7 +133,7 @@ def _measure_loop(
             "weights": report.weights,
             "kv_cache": report.kv_cache,
             "kv_rows": kv.max_seq_len,
-            "activations": report.decode_activations + report.prefill_activations,
+            "activations": report.activations,
             "staging": report.staging,
             "device": model.device.allocated_bytes,
             "rss_with_plans": rss,
@@ -200,7 +200,7 @@ def _facts(
             "vendor": info.vendor,
             "kind": info.kind,
             "driver": info.driver,
-            "lanes": model.lanes.form,
+            "lanes": lanes_of(model.device).form,
             "cpu_count": os.cpu_count(),
         },
         "options": {

@@ -8,9 +8,8 @@ from contextlib import ExitStack, closing
 from vkdecode.bench.options import SPARE_ROWS, BenchPlan
 from vkdecode.bench.result import RungSpeed, Speed
 from vkdecode.bench.timing import Timing, measure, measure_in_turns
-from vkdecode.decode import KV_OFFSETS, RUNGS, DecodeMode, KvCache
+from vkdecode.decode import KV_OFFSETS, RUNGS, DecodeMode, InferenceContext, KvCache
 from vkdecode.models import Model
-from vkdecode.runtime import InferenceContext
 from vkdecode.sampling import Sampler
 from vkdecode.token_model import KvFeed
 

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
-
-from vkdecode.decode.candidates import host_copies, with_candidates
+from vkdecode.decode.context import InferenceContext, optimize_for
 from vkdecode.decode.kv_cache import KvCache, KvGeometry
 from vkdecode.decode.session import DecodeSession, PlanValidity
-from vkdecode.decode.step_graph import DecodeModel, StepOptions
+from vkdecode.decode.step_graph import DecodeModel, PlannedModel, StepGraph, StepOptions
+from vkdecode.decode.top_k import with_top_k
 from vkdecode.errors import InvalidInputError
-from vkdecode.gpu import Storage, StorageKind
+from vkdecode.gpu import Device, Storage, StorageKind, lanes_of, storage_bytes
 from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec, splice_host_copy
-from vkdecode.runtime import InferenceContext, Plan, StorageCache, lower, optimize_for
-
-# A prompt's submissions end with each attention: they are as alike as the layers, and share buffers and algorithms.
-_PROMPT_CUTS = frozenset({Op.ATTENTION})
+from vkdecode.runtime import Plan, StorageCache, data_bytes, lower, value_bytes
+from vkdecode.weights.dtypes import DType
 
 
 def held_session(model: DecodeModel, options: StepOptions, kv: KvCache, context: InferenceContext) -> DecodeSession:
@@ -73,27 +69,22 @@ def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context
         VkDecodeError: a weight cannot be read, memory runs out, or a limit of the device is exceeded.
 
     """
-    step = with_candidates(model.build_step(options, kv.geometry), options)
+    step = with_top_k(model.build_step(options, kv.geometry), options)
     cache = StorageCache()
 
     def bind(graph: Graph, constants: Sequence[NodeId]) -> StorageCache:
         for node in constants:
-            cache[node] = _constant_storage(model, graph, node, kv)
+            if graph.node(node).op is not Op.DATA:
+                cache[node] = _baked_storage(model, graph, node, kv)
+        _allocate_data(model.device, graph, [one for one in constants if graph.node(one).op is Op.DATA], cache)
         return cache
 
     try:
-        prebuilt, cache = context.prebuild_optimized_as_with_env(
-            step.graph,
-            step.logits,
-            (*step.effects, *host_copies(step)),
-            bind,
-            _cuts(options),
-            share_activations=options.seq > 1,
-        )
+        prebuilt, cache = context.prebuild_optimized_as_with_env(step.graph, step.logits, _effects(step), bind)
     except BaseException:
         for node in cache:
             if step.graph.node(node).op is Op.DATA:
-                cache[node].close()
+                cache[node].whole.close()
         raise
     geometry = kv.geometry
     if options.seq == 1:
@@ -113,26 +104,26 @@ def build_session(model: DecodeModel, options: StepOptions, kv: KvCache, context
     )
 
 
-def plan_step(model: DecodeModel, options: StepOptions, geometry: KvGeometry) -> tuple[Graph, Plan]:
+def plan_step(model: PlannedModel, options: StepOptions, geometry: KvGeometry) -> tuple[Graph, Plan]:
     """The optimized graph and the plan that `build_session` would realize; nothing is allocated.
 
     Raises:
         VkDecodeError: no kernel has a geometry, or not even a part of a weight fits a storage buffer.
 
     """
-    step = with_candidates(model.build_step(options, geometry), options)
+    device = model.device
+    step = with_top_k(model.build_step(options, geometry), options)
     target = splice_host_copy(step.graph, step.logits)
-    optimized = optimize_for(model.device, step.graph, (target, *step.effects, *host_copies(step)))
-    return step.graph, lower(step.graph, optimized, model.lanes, _cuts(options))
+    optimized = optimize_for(device, step.graph, (target, *_effects(step)))
+    return step.graph, lower(step.graph, optimized, lanes_of(device), device.largest_buffer_bytes)
 
 
 def take_session(context: InferenceContext, options: StepOptions) -> DecodeSession | None:
     """The held session for these options, out of the context while it runs."""
     if options.seq > 1:
-        held: Any = context.held.pop(options, None)
-        return held if isinstance(held, DecodeSession) else None
+        return context.held.pop(options, None)
     session = context.take_decode_session()
-    if not isinstance(session, DecodeSession):
+    if session is None:
         return None
     offset = "device" if session.offset_node is not None else "symenv"
     arm = "masked" if session.mask_node is not None else "bounded"
@@ -150,19 +141,26 @@ def put_session(context: InferenceContext, options: StepOptions, session: Decode
         context.put_decode_session(session)
 
 
-def _cuts(options: StepOptions) -> frozenset[Op]:
-    return frozenset() if options.seq == 1 else _PROMPT_CUTS
+def _effects(step: StepGraph) -> tuple[NodeId, ...]:
+    """What is realized beside the logits: moves of rows, and a copy to the host of each list of the highest."""
+    return *step.effects, *(splice_host_copy(step.graph, node) for node in step.top_k)
 
 
-def _constant_storage(model: DecodeModel, graph: Graph, node_id: NodeId, kv: KvCache) -> Storage:
-    node = graph.node(node_id)
-    if node.op is Op.WEIGHT:
+def _baked_storage(model: DecodeModel, graph: Graph, node_id: NodeId, kv: KvCache) -> Storage:
+    if graph.node(node_id).op is Op.WEIGHT:
         return model.weight_store.get(graph.attrs(node_id, WeightSpec))
-    if node.op is Op.KV:
-        slot = graph.attrs(node_id, KvAttrs)
-        storage = kv.rebind_slot(slot.layer, slot.which)
-        if storage is None:
-            raise InvalidInputError(f"the KV cache has no layer {slot.layer}")
-        return storage
-    size = int(np.prod(node.shape)) * node.dtype.itemsize
-    return model.device.allocate(size, node.dtype, StorageKind.STAGED)
+    attrs = graph.attrs(node_id, KvAttrs)
+    storage = kv.rebind_slot(attrs.layer, attrs.which)
+    if storage is None:
+        raise InvalidInputError(f"the KV cache has no layer {attrs.layer}")
+    return storage
+
+
+def _allocate_data(device: Device, graph: Graph, nodes: Sequence[NodeId], cache: StorageCache) -> None:
+    """Put the data of a step side by side into one storage, so that they are one upload."""
+    whole = device.allocate(data_bytes(graph, nodes), DType.U32, StorageKind.STAGED)
+    start = 0
+    for node in nodes:
+        nbytes = storage_bytes(value_bytes(graph, node))
+        cache[node] = whole.part(start, nbytes)
+        start += nbytes

@@ -12,10 +12,16 @@ from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device, DeviceLocation, Storage
 from vkdecode.weights.dtypes import DType
 
+MAX_LANDING_ROWS = 64
+"""Rows behind the conversation's, where a recording that cannot know the offset puts a step's rows."""
+
 
 @dataclass(frozen=True)
 class KvGeometry:
-    """Shape of a cache: each of K and V is [num_key_value_heads, max_seq_len, head_dim] per layer."""
+    """Shape of a cache: each of K and V is [num_key_value_heads, rows, head_dim] per layer.
+
+    Rows are the `max_seq_len` of the conversation, and the landing rows behind them.
+    """
 
     num_layers: int
     num_key_value_heads: int
@@ -24,14 +30,29 @@ class KvGeometry:
     dtype: DType
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one layer's K or V."""
-        return self.num_key_value_heads * self.max_seq_len * self.head_dim * self.dtype.itemsize
+    def rows(self) -> int:
+        """Rows that are allocated for each head."""
+        return self.max_seq_len + min(self.max_seq_len, MAX_LANDING_ROWS)
 
     @property
-    def slot_shape(self) -> tuple[int, int, int]:
-        """[num_key_value_heads, max_seq_len, head_dim]."""
-        return self.num_key_value_heads, self.max_seq_len, self.head_dim
+    def shape(self) -> tuple[int, int, int]:
+        """[num_key_value_heads, rows, head_dim]."""
+        return self.num_key_value_heads, self.rows, self.head_dim
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token in one layer's K or V."""
+        return self.num_key_value_heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one layer's K or V."""
+        return self.rows * self.row_bytes
+
+    def max_len_within(self, nbytes: int) -> int:
+        """The largest `max_seq_len` with which one layer's K or V takes no more than so many bytes."""
+        rows = nbytes // self.row_bytes
+        return max(rows - MAX_LANDING_ROWS, min(rows // 2, MAX_LANDING_ROWS))
 
 
 @dataclass(frozen=True)
@@ -47,8 +68,7 @@ class KvCache:
 
     `alloc_id` names the allocation, not the conversation: making a cache, `clear` and `set_layer` mint a new one,
     `truncate_to` does not, because a plan bakes the buffers and reads the length anew for each token. Rows from
-    `cached_len` on
-    hold anything.
+    `cached_len` on hold anything.
 
     Args:
         device: where it lives.
@@ -72,7 +92,7 @@ class KvCache:
         kinds: list[list[Storage]] = []
         try:
             for _ in range(2):
-                kinds.append(device.allocate_parts(geometry.num_layers, geometry.slot_bytes, geometry.dtype))
+                kinds.append(device.allocate_parts(geometry.num_layers, geometry.nbytes, geometry.dtype))
         except BaseException:
             for storage in itertools.chain(*kinds):
                 storage.whole.close()

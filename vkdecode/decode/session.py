@@ -2,33 +2,32 @@
 
 Baked into the plan: the structure of the operations and the weights. Bound for each token: token ids, RoPE cosines
 and sines, the mask or the KV offset, and the symbols. A held plan used for the wrong model or cache would be wrong at
-full
-speed, a good one thrown away is a silent slow-down; `validity_for` is the one list of comparisons that decides.
+full speed, a good one thrown away is a silent slow-down; `validity_for` is the one list of comparisons that decides.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.decode.candidates import Candidates, as_candidates, candidates_node, left_out
 from vkdecode.decode.keys import KvAllocId
 from vkdecode.decode.rebind import KvRebindSource, RebindRefusal, check_rebind
 from vkdecode.decode.step_graph import StepGraph
+from vkdecode.decode.top_k import Candidates, as_candidates, left_out, top_k_node
 from vkdecode.errors import ClosedError, DeviceError, InvalidInputError
-from vkdecode.gpu import Device, DeviceLocation
+from vkdecode.gpu import Device, DeviceLocation, Recording
 from vkdecode.graph import Graph, NodeId, OptimizedGraph, SymEnv, SymId
-from vkdecode.runtime import Dispatch, Executable, Prebuilt, StorageCache, check_topology
+from vkdecode.runtime import Dispatch, Executable, StorageCache, check_topology
 from vkdecode.weights.dtypes import DType
 
-if TYPE_CHECKING:
-    from vkdecode.decode.captured import CapturedDecodeSession
+StepResult = NDArray[np.float32] | Candidates
+"""What a step is run for: logits [rows, vocab] flat, or the highest of one row."""
 
 
 class PlanValidity(enum.Enum):
@@ -64,6 +63,41 @@ class DecodeTokenData:
     mask: NDArray[np.float32] | None = None
     offset: NDArray[np.uint32] | None = None
     extras: Mapping[str, NDArray[np.generic]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prebuilt:
+    """What the first build of a graph leaves: the copied-out root, the optimization, and the kernels made ready."""
+
+    effective_target: NodeId
+    optimized: OptimizedGraph
+    executable: Executable
+
+
+class Capture(Protocol):
+    """What a session keeps of its capture; see `CapturedDecodeSession`."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the session still binds the storages that were recorded."""
+        ...
+
+    def record(self, want: int) -> bool:
+        """Record the plan for what is wanted where that has not been done; whether it was done now."""
+        ...
+
+    def run(self, device: Device, data: DecodeTokenData, sym_env: SymEnv, want: int = 0) -> StepResult:
+        """Bind a step's data and submit the held recording."""
+        ...
+
+    def run_empty(self, device: Device, data: DecodeTokenData, want: int = 0) -> None:
+        """Submit once with data of no tokens, where that was not done."""
+        ...
+
+    @property
+    def needs_one_off(self) -> bool:
+        """Whether each token also takes a one-off recording."""
+        ...
 
 
 class DecodeSession:
@@ -105,7 +139,8 @@ class DecodeSession:
         self._alloc_id = kv.alloc_id
         self._closed = False
         self.binding_epoch = 0
-        self.capture: CapturedDecodeSession | None = None
+        self.capture: Capture | None = None
+        self._left_out: dict[NodeId, frozenset[NodeId]] = {}
 
     @property
     def seq(self) -> int:
@@ -133,14 +168,21 @@ class DecodeSession:
         return self._step.logits
 
     @property
-    def candidates_nodes(self) -> tuple[NodeId, ...]:
+    def top_k_nodes(self) -> tuple[NodeId, ...]:
         """The lists of the highest logits behind `logits_node`, the shorter first; none where a step has no row."""
-        return self._step.candidates
+        return self._step.top_k
 
-    def wanted_node(self, count: int) -> NodeId:
-        """The node to run up to for the `count` best candidates: the shortest list of them, or the logits for 0."""
-        node = candidates_node(self._step, count) if count else None
-        return self.logits_node if node is None else node
+    def wanted_node(self, want: int) -> NodeId:
+        """The node to run up to: the logits for 0, else the shortest list that holds so many of the highest.
+
+        Raises:
+            InvalidInputError: the plan has no list of so many.
+
+        """
+        node = top_k_node(self._step, want) if want else self.logits_node
+        if node is None:
+            raise InvalidInputError(f"this plan has no list of the {want} highest logits; read all of them")
+        return node
 
     @property
     def token_ids_node(self) -> NodeId:
@@ -301,59 +343,61 @@ class DecodeSession:
             self._write(node, name, data.extras.get(name))
 
     def realize_token(self, device: Device, data: DecodeTokenData, sym_env: SymEnv) -> NDArray[np.float32]:
-        """Realize the held plan for one step: bind, record, submit; logits [rows, vocab] flat.
+        """Realize the held plan for one step, recorded anew; logits [rows, vocab] flat. Raises like `run`."""
+        return cast(NDArray[np.float32], self.run(device, data, sym_env))
+
+    def realize_top_k(self, device: Device, data: DecodeTokenData, sym_env: SymEnv, k: int) -> Candidates:
+        """The same, but only the `k` highest logits are read. Raises like `run`."""
+        return cast(Candidates, self.run(device, data, sym_env, k))
+
+    def run(
+        self,
+        device: Device,
+        data: DecodeTokenData,
+        sym_env: SymEnv,
+        want: int = 0,
+        recordings: Sequence[Recording] | None = None,
+    ) -> StepResult:
+        """Bind a step's data, submit, and read what is wanted.
+
+        Args:
+            device: the plan's.
+            data: what is bound.
+            sym_env: the symbols; read only where a recording is made.
+            want: 0 for the logits, else how many of the highest.
+            recordings: what to submit; None for recordings made now.
 
         Raises:
             TopologyChanged: the graph was changed since it was optimized; drop the session.
             DeviceError: `device` is not the plan's.
+            InvalidInputError: the plan has no list of so many, or the data do not fit it.
 
         """
-        self._run(device, data, sym_env, self.logits_node)
-        return self.executable.read(self.logits_node)
-
-    def realize_candidates(self, device: Device, data: DecodeTokenData, sym_env: SymEnv, count: int) -> Candidates:
-        """The same, but only the `count` highest logits are read; raises like `realize_token`.
-
-        Raises:
-            InvalidInputError: the plan has no list of so many.
-
-        """
-        self._run(device, data, sym_env, self.wanted_node(count))
-        return self.read_candidates(count)
-
-    def read_candidates(self, count: int) -> Candidates:
-        """The `count` highest logits of the step that ran last, which must have been run up to `wanted_node(count)`.
-
-        The whole row is read only where the best logit is not finite.
-
-        Raises:
-            InvalidInputError: the plan has no list of so many.
-
-        """
-        node = candidates_node(self._step, count)
-        if node is None:
-            raise InvalidInputError(f"this plan has no list of {count} candidates; read the logits")
-        best = as_candidates(self.executable.read(node, 2 * count))
-        if math.isfinite(best.logits[0]):
-            return best
-        row = self.executable.read(self.logits_node)
-        return Candidates(np.arange(row.size), row)
-
-    def needed_for(self, wanted: NodeId) -> Callable[[Dispatch], bool]:
-        """Which dispatches a recording for this node holds: all but the candidates that it does not need."""
-        out = left_out(self._step, wanted)
-        return lambda dispatch: dispatch.node not in out
-
-    def _run(self, device: Device, data: DecodeTokenData, sym_env: SymEnv, wanted: NodeId) -> None:
-        self.check_runnable(device)
-        self.bind(data)
-        self.executable.submit(self.executable.record(sym_env, self.needed_for(wanted)))
-
-    def check_runnable(self, device: Device) -> None:
-        """Raise where the plan cannot run on this device or its graph was changed."""
+        node = self.wanted_node(want)
         if device is not self._device:
             raise DeviceError(f"the plan was made for {self._device!r}, not for {device!r}")
         check_topology(self.graph, self.optimized)
+        executable = self.executable
+        self.bind(data)
+        for recording in self.record(sym_env, want) if recordings is None else recordings:
+            recording.submit()
+        if not want:
+            return executable.read(node)
+        best = as_candidates(executable.read(node, 2 * want))
+        if math.isfinite(best.logits[0]):
+            return best
+        row = executable.fetch(self.logits_node)
+        return Candidates(np.arange(row.size), row)
+
+    def record(
+        self, sym_env: SymEnv, want: int, include: Callable[[Dispatch], bool] = lambda _: True
+    ) -> list[Recording]:
+        """Record the plan for what is wanted, without the lists of the highest logits that this is not for."""
+        node = self.wanted_node(want)
+        if node not in self._left_out:
+            self._left_out[node] = left_out(self._step, node)
+        out = self._left_out[node]
+        return self.executable.record(sym_env, lambda one: one.node not in out and include(one), (node,))
 
     def _write(self, node: NodeId, name: str, values: NDArray[np.generic] | None) -> None:
         shape = self.graph.node(node).shape

@@ -2,36 +2,31 @@
 
 The context belongs to the generate loop; models are read-only weights. A prompt runs in chunks, each size a plan of
 its own that is held like the decode plan, since a prefill writes rows into the same buffers and changes nothing that
-the decode
-plan bakes.
+the decode plan bakes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.decode.candidates import MOST_CANDIDATES, Candidates
 from vkdecode.decode.captured import CapturedDecodeSession
+from vkdecode.decode.context import InferenceContext, Stats
 from vkdecode.decode.held_plans import build_session, held_session, put_session
-from vkdecode.decode.kv_cache import KvCache
-from vkdecode.decode.session import DecodeSession, DecodeTokenData
-from vkdecode.decode.step_graph import DecodeModel, StepOptions, check_token_ids
+from vkdecode.decode.kv_cache import MAX_LANDING_ROWS, KvCache
+from vkdecode.decode.session import Capture, DecodeSession, DecodeTokenData, StepResult
+from vkdecode.decode.step_graph import DecodeModel, PlannedModel, StepOptions, check_token_ids
+from vkdecode.decode.top_k import MAX_TOP_K
 from vkdecode.errors import CaptureRefusedError, ContextLengthError, InvalidInputError
-from vkdecode.graph import NodeId
-from vkdecode.runtime import InferenceContext, Stats
 
 RUNGS = ("captured", "held", "rebuild")
 KV_OFFSETS = ("device", "symenv")
 ARMS = ("bounded", "masked")
 CHUNK_SIZES = (16, 64, 256)
 _ALL_LOGITS_CHUNK = 16
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,14 +56,15 @@ class DecodeMode:
                 raise InvalidInputError(f"{name} must be one of {[one for one in known if one]}, not {value!r}")
 
 
-def forward_with_kv_context_persistent(
+def run_steps(
     model: DecodeModel,
     token_ids: Sequence[int] | NDArray[np.integer],
     kv: KvCache,
     context: InferenceContext,
     mode: DecodeMode | None = None,
     logits: str = "last",
-) -> NDArray[np.float32]:
+    want: int = 0,
+) -> list[tuple[StepResult, int]]:
     """Run tokens after what the cache holds and append their rows to it.
 
     A single token runs through the decode session that the context keeps, which is built on the first one and
@@ -80,62 +76,90 @@ def forward_with_kv_context_persistent(
         kv: a cache made for this model.
         context: where plans are held.
         mode: how to realize; captured by default.
-        logits: `last` for float32 [vocab], `all` for [len(token_ids), vocab].
+        logits: `last` or `all` rows of them.
+        want: 0 for whole rows, else how many of the last row's highest, up to `max_top_k(model)`.
+
+    Returns:
+        What was wanted of each step that has logits, and its number of tokens.
 
     Raises:
-        InvalidInputError: ids outside the vocabulary, or a cache of another geometry.
+        InvalidInputError: ids outside the vocabulary, a cache of another geometry, or another argument out of range.
         ContextLengthError: the cache has no room for all of them; nothing was computed.
         ClosedError: model, cache or context was closed.
 
     """
-    if logits not in ("last", "all"):
-        raise InvalidInputError(f"logits must be 'last' or 'all', not {logits!r}")
-    parts = list(_run_steps(model, token_ids, kv, context, mode, logits, _LOGITS))
-    if logits == "last":
-        return parts[-1][0]
-    return np.concatenate([result.reshape(-1, model.vocab_size)[:tokens] for result, tokens in parts])
+    mode = mode or DecodeMode()
+    ids = check_token_ids(token_ids, model.vocab_size)
+    _check_fits(model, ids.size, kv, context)
+    start = kv.cached_len
+    results: list[tuple[StepResult, int]] = []
+    try:
+        with model.device.lock:
+            for chunk in _chunks(model, ids.size, mode, logits, context.held):
+                part = ids[chunk.start : chunk.end]
+                has_logits = chunk.options.logits != "none"
+                result = _run_step(model, part, chunk.options, kv, context, mode.rung, want if has_logits else 0)
+                if has_logits:
+                    results.append((result, part.size))
+                kv.advance(part.size)
+    except BaseException:
+        if not kv.closed and kv.cached_len > start:
+            kv.truncate_to(start)
+        raise
+    return results
 
 
-def top_candidates(
+def _run_step(
     model: DecodeModel,
-    token_ids: Sequence[int] | NDArray[np.integer],
+    ids: NDArray[np.uint32],
+    options: StepOptions,
     kv: KvCache,
     context: InferenceContext,
-    count: int,
-    mode: DecodeMode | None = None,
-) -> Candidates:
-    """The same step, but only the `count` highest logits of the last token are read, best first.
-
-    Plans are shared with `forward_with_kv_context_persistent`: changing between the two builds nothing anew, and each
-    plan is recorded once for each of a row, one candidate and up to 64.
-
-    Args:
-        model: whose weights.
-        token_ids: one or more ids.
-        kv: a cache made for this model.
-        context: where plans are held.
-        count: how many, from 1 to 64 and the size of the vocabulary.
-        mode: how to realize; captured by default.
-
-    Raises:
-        InvalidInputError: `count` is out of its range; else like `forward_with_kv_context_persistent`.
-        VkDecodeError: like `forward_with_kv_context_persistent`.
-
-    """
-    most = most_candidates(model)
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
-        raise InvalidInputError(f"count must be a whole number from 1 to {most}, not {count!r}")
-    wanted: _Wanted[Candidates] = _Wanted(
-        count,
-        lambda session, *step: session.realize_candidates(*step, count),
-        lambda capture, *step: capture.replay_candidates(*step, count),
-    )
-    return _run_steps(model, token_ids, kv, context, mode, "last", wanted)[-1][0]
+    rung: str,
+    want: int,
+) -> StepResult:
+    """One step through a plan: bind its data, submit what was recorded, read what is wanted."""
+    build = build_session if rung == "rebuild" else held_session
+    session, stats = build(model, options, kv, context), context.stats
+    try:
+        data = step_data(model, session, ids, kv.cached_len)
+        env = session.per_token_sym_env(kv.cached_len, ids.size)
+        read_before = session.executable.bytes_read
+        capture = _captured(session, want, stats) if rung == "captured" else None
+        if capture is not None:
+            result = capture.run(model.device, data, env, want)
+            stats.count_replay(session.seq, capture.needs_one_off)
+        else:
+            stats.count_recording(session.seq)
+            result = session.run(model.device, data, env, want)
+        context.result_bytes_read += session.executable.bytes_read - read_before
+    except BaseException:
+        # A plan whose step failed halfway is not trusted with another one.
+        session.close()
+        raise
+    if rung == "rebuild":
+        session.close()
+    else:
+        put_session(context, options, session)
+    return result
 
 
-def most_candidates(model: DecodeModel) -> int:
-    """The most candidates that a step of this model can be asked for."""
-    return min(MOST_CANDIDATES, model.vocab_size)
+def _captured(session: DecodeSession, want: int, stats: Stats) -> Capture | None:
+    """The session's capture, recorded for what is wanted, or None where it cannot have one; decided here only."""
+    try:
+        if session.capture is None:
+            session.capture = CapturedDecodeSession.capture(session, want)
+            stats.count_recording(session.seq)
+        elif session.capture.record(want):
+            stats.count_recording(session.seq)
+    except CaptureRefusedError:
+        return None
+    return session.capture
+
+
+def max_top_k(model: PlannedModel) -> int:
+    """How many of the highest logits a step of this model can be asked for at most."""
+    return min(MAX_TOP_K, model.vocab_size)
 
 
 def prepare(
@@ -144,15 +168,15 @@ def prepare(
     context: InferenceContext,
     tokens: int,
     mode: DecodeMode | None = None,
-    candidates: int = 0,
+    want: int = 0,
 ) -> None:
     """Build the plans for a request of this many tokens (1 for decoding) ahead of it, so that it need not wait.
 
     Each new plan runs once on no tokens, which makes the driver compile it and leaves the cache as it is. It is
-    recorded for reading this many candidates, or all logits for 0.
+    recorded for reading so many of the highest logits, or all logits for 0.
 
     Raises:
-        VkDecodeError: like `forward_with_kv_context_persistent`.
+        VkDecodeError: like `run_steps`.
 
     """
     mode = mode or DecodeMode()
@@ -162,17 +186,19 @@ def prepare(
     with model.device.lock:
         for options in dict.fromkeys(chunk.options for chunk in _chunks(model, tokens, mode, "last", context.held)):
             session = held_session(model, options, kv, context)
+            wanted = want if options.logits == "last" else 0
             try:
-                wanted = session.wanted_node(candidates)
-                if mode.rung == "captured" and _capture(session, wanted, context.stats):
-                    _run_empty(model, session, wanted, kv.cached_len)
+                capture = _captured(session, wanted, context.stats) if mode.rung == "captured" else None
+                if capture is not None:
+                    data = step_data(model, session, np.zeros(0, np.uint32), kv.cached_len)
+                    capture.run_empty(model.device, data, wanted)
             except BaseException:
                 session.close()
                 raise
             put_session(context, options, session)
 
 
-def prompt_steps(model: DecodeModel, tokens: int, mode: DecodeMode | None = None) -> tuple[StepOptions, ...]:
+def prompt_steps(model: PlannedModel, tokens: int, mode: DecodeMode | None = None) -> tuple[StepOptions, ...]:
     """The steps, each once, that a prompt of this many tokens and the decoding after it take."""
     mode = mode or DecodeMode()
     chunks = [*_chunks(model, tokens, mode, "last"), *_chunks(model, 1, mode, "last")]
@@ -208,134 +234,6 @@ def step_data(model: DecodeModel, session: DecodeSession, ids: NDArray[np.uint32
 
 
 @dataclass(frozen=True)
-class _Wanted(Generic[T]):
-    """What a step is read for: the logits (`candidates` 0) or so many of the highest, and how either is got.
-
-    `realize` is called with a session, `replay` with a capture; both then take the device, the step's data and symbols.
-    """
-
-    candidates: int
-    realize: Callable[..., T]
-    replay: Callable[..., T]
-
-
-_LOGITS: _Wanted[NDArray[np.float32]] = _Wanted(
-    0, lambda session, *step: session.realize_token(*step), lambda capture, *step: capture.replay_token(*step)
-)
-
-
-def _run_steps(
-    model: DecodeModel,
-    token_ids: Sequence[int] | NDArray[np.integer],
-    kv: KvCache,
-    context: InferenceContext,
-    mode: DecodeMode | None,
-    logits: str,
-    wanted: _Wanted[T],
-) -> list[tuple[T, int]]:
-    """Run a request's steps; what was wanted of each that has logits, and its number of tokens."""
-    mode = mode or DecodeMode()
-    ids = check_token_ids(token_ids, model.vocab_size)
-    _check_fits(model, ids.size, kv, context)
-    start = kv.cached_len
-    results: list[tuple[T, int]] = []
-    try:
-        with model.device.lock:
-            for chunk in _chunks(model, ids.size, mode, logits, context.held):
-                part = ids[chunk.start : chunk.end]
-                if chunk.options.logits == "none":
-                    _run_step(model, part, chunk.options, kv, context, mode.rung, _LOGITS)
-                else:
-                    result = _run_step(model, part, chunk.options, kv, context, mode.rung, wanted)
-                    results.append((result, part.size))
-                kv.advance(part.size)
-    except BaseException:
-        if not kv.closed and kv.cached_len > start:
-            kv.truncate_to(start)
-        raise
-    return results
-
-
-def _run_step(
-    model: DecodeModel,
-    ids: NDArray[np.uint32],
-    options: StepOptions,
-    kv: KvCache,
-    context: InferenceContext,
-    rung: str,
-    wanted: _Wanted[T],
-) -> T:
-    if rung == "rebuild":
-        session = build_session(model, options, kv, context)
-        try:
-            return _realize(model, session, ids, kv, context, wanted, captured=False)
-        finally:
-            session.close()
-    session = held_session(model, options, kv, context)
-    try:
-        result = _realize(model, session, ids, kv, context, wanted, captured=rung == "captured")
-    except BaseException:
-        # A plan whose step failed halfway is not trusted with another one.
-        session.close()
-        raise
-    put_session(context, options, session)
-    return result
-
-
-def _run_empty(model: DecodeModel, session: DecodeSession, wanted: NodeId, cached_len: int) -> None:
-    if session.capture is not None and not session.capture.has_run_for(wanted):
-        session.capture.run_empty(model.device, step_data(model, session, np.zeros(0, np.uint32), cached_len), wanted)
-
-
-def _realize(
-    model: DecodeModel,
-    session: DecodeSession,
-    ids: NDArray[np.uint32],
-    kv: KvCache,
-    context: InferenceContext,
-    wanted: _Wanted[T],
-    captured: bool,
-) -> T:
-    data = step_data(model, session, ids, kv.cached_len)
-    env = session.per_token_sym_env(kv.cached_len, ids.size)
-    stats, executable = context.stats, session.executable
-    read_before = executable.bytes_read
-    node = session.wanted_node(wanted.candidates)
-    if captured and _capture(session, node, stats) and session.capture is not None:
-        result = wanted.replay(session.capture, model.device, data, env)
-        if session.seq == 1:
-            stats.tokens_replayed += 1
-        else:
-            stats.prefill_replays += 1
-        stats.one_off_recordings += session.capture.needs_one_off
-    else:
-        _count_recording(stats, session.seq)
-        result = wanted.realize(session, model.device, data, env)
-    context.result_bytes_read += executable.bytes_read - read_before
-    return result
-
-
-def _capture(session: DecodeSession, wanted: NodeId, stats: Stats) -> bool:
-    """Whether the session has a capture of the plan up to this node, made now if it can have one."""
-    if session.capture is None:
-        try:
-            session.capture = CapturedDecodeSession.capture(session, wanted)
-        except CaptureRefusedError:
-            return False
-        _count_recording(stats, session.seq)
-    elif session.capture.record(wanted):
-        _count_recording(stats, session.seq)
-    return True
-
-
-def _count_recording(stats: Stats, seq: int) -> None:
-    if seq == 1:
-        stats.recordings_made += 1
-    else:
-        stats.prefill_recordings_made += 1
-
-
-@dataclass(frozen=True)
 class _Chunk:
     """One step of a request: which plan, and the range of the request's tokens that it takes."""
 
@@ -345,13 +243,15 @@ class _Chunk:
 
 
 def _chunks(
-    model: DecodeModel, tokens: int, mode: DecodeMode, logits: str, held: Collection[object] = ()
+    model: PlannedModel, tokens: int, mode: DecodeMode, logits: str, held: Collection[object] = ()
 ) -> Iterator[_Chunk]:
     """Cut a request into steps. A held plan with room to spare is preferred to building a smaller one."""
     kv_offset = mode.kv_offset or model.default_kv_offset
     arm = mode.arm or ("bounded" if kv_offset == "device" else "masked")
-    most = model.most_step_tokens(logits)
-    sizes = [size for size in ((_ALL_LOGITS_CHUNK,) if logits == "all" else CHUNK_SIZES) if size <= most]
+    largest = model.max_step_tokens(logits)
+    if kv_offset == "symenv" and arm == "masked":
+        largest = min(largest, MAX_LANDING_ROWS)
+    sizes = [size for size in ((_ALL_LOGITS_CHUNK,) if logits == "all" else CHUNK_SIZES) if size <= largest]
     start = 0
     while start < tokens:
         remaining = tokens - start
@@ -389,7 +289,7 @@ def _check_fits(model: DecodeModel, tokens: int, kv: KvCache, context: Inference
             f"{tokens} tokens after {kv.cached_len} cached ones exceed the context of {kv.max_seq_len}; "
             "nothing was computed"
         )
-    limit = model.most_positions
+    limit = model.max_positions
     if limit is not None and kv.cached_len + tokens > limit:
         raise ContextLengthError(
             f"{tokens} tokens after {kv.cached_len} cached ones exceed the {limit} positions that this model knows; "

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from vkdecode.decode.kv_cache import KvGeometry
 from vkdecode.errors import InvalidInputError
-from vkdecode.gpu import Device, Lanes
+from vkdecode.gpu import Device
 from vkdecode.graph import Graph, NodeId, SymId
 from vkdecode.runtime import WeightStore
 
@@ -38,8 +38,9 @@ class StepOptions:
 class StepGraph:
     """A step's graph and the ids that a session binds.
 
-    `logits` is the value wanted, `effects` the KV writes. `offset` exists only on the device-offset path, `mask` only
-    in the masked arm. `candidates` are lists of the highest logits, the shorter first; see `decode.candidates`.
+    `logits` is the value wanted, `effects` the moves of rows from the landing rows, where they land there. `offset`
+    exists only on the device-offset path, `mask` only in the masked arm. `top_k` are lists of the highest logits, the
+    shorter first; see `decode.top_k`.
     `extras` are the data constants that only some models have, by name: `positions` (uint32 [seq]),
     `ages` (float32 [max_seq_len]: how many positions a cached row lies before the step, negative where it does not
     count; the mask of windowed layers), and `local_rope_cos` and `local_rope_sin` (the angles of windowed layers).
@@ -59,31 +60,16 @@ class StepGraph:
     cached_len_sym: SymId
     attended_len_sym: SymId
     token_count_sym: SymId
-    candidates: tuple[NodeId, ...] = ()
+    top_k: tuple[NodeId, ...] = ()
     extras: Mapping[str, NodeId] = field(default_factory=dict)
 
 
-class DecodeModel(Protocol):
-    """What the decode floor needs of a model."""
+class PlannedModel(Protocol):
+    """What the decode floor needs of a model to plan its steps: no weights."""
 
     @property
     def device(self) -> Device:
-        """Where the weights are."""
-        ...
-
-    @property
-    def lanes(self) -> Lanes:
-        """The kernel shape that the weights are packed for."""
-        ...
-
-    @property
-    def weight_store(self) -> WeightStore:
-        """The uploaded weights."""
-        ...
-
-    @property
-    def shape_key(self) -> int:
-        """64 bits over architecture, structure and identity."""
+        """Whose limits and kernel shape count."""
         ...
 
     @property
@@ -96,7 +82,7 @@ class DecodeModel(Protocol):
         """`device` or `symenv`."""
         ...
 
-    def most_step_tokens(self, logits: str) -> int:
+    def max_step_tokens(self, logits: str) -> int:
         """How many tokens a step may have room for, so that no activation exceeds the device's storage buffers."""
         ...
 
@@ -108,8 +94,22 @@ class DecodeModel(Protocol):
         """A new graph of one step."""
         ...
 
+
+class DecodeModel(PlannedModel, Protocol):
+    """What the decode floor needs of a model to run its steps."""
+
     @property
-    def most_positions(self) -> int | None:
+    def weight_store(self) -> WeightStore:
+        """The uploaded weights."""
+        ...
+
+    @property
+    def shape_key(self) -> int:
+        """64 bits over architecture, structure and identity."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
         """How many positions the model can tell apart, where that is limited."""
         ...
 

@@ -14,7 +14,7 @@ from vkdecode.doctor.dispatch import Wrong
 from vkdecode.doctor.engine import check_own, check_tiny
 from vkdecode.doctor.memory import check_allocations, check_transfer, measure_bandwidth
 from vkdecode.doctor.report import FAULT, NOTE, OK, Finding, Report
-from vkdecode.gpu import Device, Lanes, SelfCheck, registry, run_self_check, shared_lanes, subgroup_lanes
+from vkdecode.gpu import Device, Lanes, SelfCheck, lanes_of, registry, run_self_check, shared_lanes, subgroup_lanes
 
 KernelCheck = Callable[[Device, Lanes, str], float]
 _PACKAGES = ("vkdecode", "kp", "vulkan", "numpy")
@@ -120,7 +120,7 @@ def _self_checks(report: Report, device: Device) -> SelfCheck:
 
 
 def _lanes(report: Report, device: Device) -> Finding:
-    lanes = device.lanes
+    lanes = lanes_of(device)
     report.facts["lanes"] = asdict(lanes)
     return Finding(OK, f"models use the {lanes.form} form, {lanes.workgroup} invocations, tiles of {lanes.tile} rows")
 

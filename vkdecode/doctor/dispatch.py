@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.gpu import Algorithm, Device, Recording, Run, Storage, StorageKind, Sync, Upload, registry
+from vkdecode.gpu import Algorithm, Device, Download, Recording, Run, Storage, StorageKind, Upload, registry
 from vkdecode.weights.dtypes import DType
 
 Words = NDArray[np.uint32]
@@ -74,10 +74,8 @@ def run_kernel(
             storage.data.view(np.uint32)[: words.size] = words
         algorithm = Algorithm(device, kernel, storages, spec, workgroups)
         written = [i for i, binding in enumerate(kernel.bindings) if binding.access != "read"]
-        outputs = Sync(tuple(storages[i] for i in written))
-        # Two submissions: nothing inside of one orders a kernel's writes after the copy of what was there before.
-        Recording(device, [Upload(tuple(storages))]).submit()
-        Recording(device, [Run(algorithm, push or {}), outputs]).submit()
+        outputs = Download(tuple(storages[i] for i in written))
+        Recording(device, [Upload(tuple(storages)), Run(algorithm, push or {}), outputs]).submit()
         results = {}
         for i in written:
             name = kernel.bindings[i].name

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.decode import KV_OFFSETS, DecodeMode
+from vkdecode.decode import KV_OFFSETS, DecodeMode, InferenceContext
 from vkdecode.doctor import tiny_model
 from vkdecode.doctor.report import FAULT, OK, Finding, Report
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model, load_model
-from vkdecode.runtime import InferenceContext
 from vkdecode.weights import open_weights
 
 TOLERANCE = 2e-3

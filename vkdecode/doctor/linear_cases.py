@@ -14,8 +14,8 @@ from vkdecode.doctor.dispatch import error_of, float_bits, floats, generator, no
 from vkdecode.gpu import Device, Lanes
 from vkdecode.graph import Op, WeightSpec
 from vkdecode.runtime.block_layout import PACK
-from vkdecode.runtime.kernel_choice import ACTIVATIONS, NORMS
-from vkdecode.runtime.weight_layout import pack_rows, row_slots
+from vkdecode.runtime.kernels.linear import ACTIVATIONS, NORMS
+from vkdecode.runtime.weight_layout import device_rows, pack_rows
 from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
 from vkdecode.weights.dtypes import BLOCK_DTYPES, DType
 
@@ -84,7 +84,7 @@ def weight_of(rng: np.random.Generator, rows: int, dtype: DType) -> tuple[NDArra
 
 def packed(held: NDArray[Any], spec: WeightSpec, lanes: Lanes) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """The words of a weight on the device, and the row in each of its slots (-1 for padding)."""
-    slots = row_slots(spec, lanes.tile, lanes.block_rows)
+    slots = device_rows(spec, lanes.tile, lanes.block_rows)
     rows = np.where((slots >= 0)[:, None], held[np.maximum(slots, 0)], np.zeros(1, held.dtype))
     return pack_rows(np.ascontiguousarray(rows), spec.dtype, lanes.tile), slots
 

@@ -4,9 +4,9 @@ from vkdecode.gpu.choice import best_device, find_device, open_device
 from vkdecode.gpu.copy_speed import copy_seconds
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
-from vkdecode.gpu.lanes import ROW_TILES, Lanes, choose_lanes, shared_lanes, subgroup_lanes
+from vkdecode.gpu.lanes import ROW_TILES, Lanes, choose_lanes, lanes_of, shared_lanes, subgroup_lanes
 from vkdecode.gpu.limits import check_buffer, check_dispatch, largest_buffer, storage_bytes
-from vkdecode.gpu.recorder import Algorithm, Recording, Run, Step, Sync, Upload, first_units
+from vkdecode.gpu.recorder import Algorithm, Barrier, Command, Download, Recording, Run, Upload, first_units
 from vkdecode.gpu.self_check import SelfCheck, run_self_check
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
 from vkdecode.gpu.transfer import Uploader, read_words
@@ -15,10 +15,13 @@ from vkdecode.gpu.vulkan_info import DeviceInfo, Limits, list_devices
 __all__ = [
     "ROW_TILES",
     "Algorithm",
+    "Barrier",
     "Binding",
+    "Command",
     "Device",
     "DeviceInfo",
     "DeviceLocation",
+    "Download",
     "Kernel",
     "KernelRegistry",
     "Lanes",
@@ -26,10 +29,8 @@ __all__ = [
     "Recording",
     "Run",
     "SelfCheck",
-    "Step",
     "Storage",
     "StorageKind",
-    "Sync",
     "Upload",
     "Uploader",
     "best_device",
@@ -39,6 +40,7 @@ __all__ = [
     "copy_seconds",
     "find_device",
     "first_units",
+    "lanes_of",
     "largest_buffer",
     "list_devices",
     "open_device",

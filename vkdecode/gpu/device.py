@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +17,8 @@ from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
 from vkdecode.gpu.vulkan_info import DeviceInfo, list_devices
 from vkdecode.weights.dtypes import DType
 
-if TYPE_CHECKING:
-    from vkdecode.gpu.lanes import Lanes
-
-
 # A buffer of several parts is no larger, so that a fragmented device still has room for it.
-_MOST_BYTES_TOGETHER = 256 << 20
+_MAX_BYTES_TOGETHER = 256 << 20
 LANES_FORMS = ("auto", "subgroup", "shared")
 _open_devices: weakref.WeakSet[Device] = weakref.WeakSet()
 _FORKED = (
@@ -79,8 +75,7 @@ class Device:
             raise InvalidInputError(f"lanes must be one of {list(LANES_FORMS)}, not {lanes!r}")
         self.lock = threading.RLock()
         self._forked = False
-        self._lanes_form = lanes
-        self._lanes: Lanes | None = None
+        self.lanes_form = lanes
         self._allocated = 0
         self._allocations = 0
         self.submission_seconds = 0.0
@@ -124,17 +119,8 @@ class Device:
         return self._manager
 
     @property
-    def lanes(self) -> Lanes:
-        """How kernels spread over this device; decided on first use, where a self-check runs."""
-        from vkdecode.gpu.lanes import choose_lanes
-
-        if self._lanes is None:
-            self._lanes = choose_lanes(self, self._lanes_form)
-        return self._lanes
-
-    @property
     def allocated_bytes(self) -> int:
-        """Bytes that live storages hold on the device, their host-visible twins included."""
+        """Bytes that live storages hold on the device, their staging buffers included."""
         return self._allocated
 
     @property
@@ -144,7 +130,7 @@ class Device:
 
     @property
     def free_allocations(self) -> int:
-        """Allocations that the device still allows; a storage with a host-visible twin takes two."""
+        """Allocations that the device still allows; a storage with a staging buffer takes two."""
         return max(self.info.limits.max_memory_allocation_count - self._allocations, 0)
 
     @property
@@ -201,7 +187,7 @@ class Device:
 
         """
         each = storage_bytes(nbytes)
-        most = max(min(self.largest_buffer_bytes, _MOST_BYTES_TOGETHER) // max(each, 1), 1)
+        most = max(min(self.largest_buffer_bytes, _MAX_BYTES_TOGETHER) // max(each, 1), 1)
         parts: list[Storage] = []
         try:
             while len(parts) < count:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,24 @@ from vkdecode.errors import ShaderError
 _BLOBS = Path(__file__).with_name("spirv")
 _SOURCES = Path(__file__).parents[2] / "shaders"
 _REBUILD = "run `python build_shaders.py` (or `make shaders`)"
+
+Expression = int | str | tuple["Expression", ...]
+"""A number, a specialization constant by name, or an operation of `_OPERATIONS` and what it is applied to."""
+
+_OPERATIONS: dict[str, Callable[..., int]] = {
+    "+": lambda *terms: sum(terms),
+    "-": lambda a, b: (a - b) % (1 << 32),  # as in the shader: below 0 a length is vast, and refused
+    "*": lambda *factors: math.prod(factors),
+    "/": operator.floordiv,
+    "%": operator.mod,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "?:": lambda condition, a, b: a if condition else b,
+}
 
 
 @dataclass(frozen=True)
@@ -37,6 +57,8 @@ class Kernel:
     bindings: tuple[Binding, ...]
     push: tuple[str, ...]
     spec: tuple[str, ...]
+    shared: Expression
+    """Bytes of shared memory."""
 
     def spec_values(self, values: Mapping[str, int]) -> NDArray[np.uint32]:
         """The specialization constants in the order of their ids.
@@ -50,6 +72,32 @@ class Kernel:
     def push_values(self, values: Mapping[str, int]) -> NDArray[np.uint32]:
         """The push constants in the order of their offsets; raises like `spec_values`."""
         return _ordered(self.key, "push constant", self.push, values)
+
+    def shared_bytes(self, values: Mapping[str, int]) -> int:
+        """Bytes of shared memory that it declares, with these specialization constants; raises like `spec_values`."""
+        self.spec_values(values)
+        try:
+            return _value(self.shared, values)
+        except ZeroDivisionError as error:
+            raise ShaderError(f"kernel '{self.key}' divides by a constant that is 0 of {dict(values)}") from error
+
+
+def _value(expression: Expression, values: Mapping[str, int]) -> int:
+    if isinstance(expression, tuple):
+        operation, *terms = expression
+        return _OPERATIONS[str(operation)](*(_value(term, values) for term in terms))
+    return values[expression] if isinstance(expression, str) else expression
+
+
+def _expression(held: Any, spec: tuple[str, ...]) -> Expression:
+    """An expression of the manifest; a ValueError or a TypeError where it is none."""
+    if isinstance(held, list):
+        operation, *terms = held
+        if operation in _OPERATIONS:
+            return (operation, *(_expression(term, spec) for term in terms))
+    elif isinstance(held, int) or (isinstance(held, str) and held in spec):
+        return held
+    raise ValueError(f"{held!r} is no number, specialization constant or operation")
 
 
 def _ordered(key: str, what: str, names: tuple[str, ...], values: Mapping[str, int]) -> NDArray[np.uint32]:
@@ -102,7 +150,8 @@ class KernelRegistry:
             path = self._blobs / entry["file"]
             digest, push, spec = entry["sha256"], tuple(entry["push"]), tuple(entry["spec"])
             bindings = tuple(Binding(one["name"], one["access"]) for one in entry["bindings"])
-        except (KeyError, TypeError) as error:
+            shared = _expression(entry["shared"], spec)
+        except (KeyError, TypeError, ValueError) as error:
             raise ShaderError(
                 f"the manifest's entry for kernel '{key}' is not one of this version; {_REBUILD}"
             ) from error
@@ -112,7 +161,7 @@ class KernelRegistry:
             raise ShaderError(f"compiled shader {path.name} is missing; {_REBUILD}") from error
         if hashlib.sha256(code).hexdigest() != digest:
             raise ShaderError(f"compiled shader {path.name} is damaged; {_REBUILD}")
-        return Kernel(key, code, bindings, push, spec)
+        return Kernel(key, code, bindings, push, spec, shared)
 
 
 def _read_manifest(blobs: Path) -> dict[str, Any]:

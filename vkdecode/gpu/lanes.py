@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from dataclasses import dataclass
 
 from vkdecode.errors import DeviceError, VkDecodeWarning
@@ -43,6 +44,17 @@ class Lanes:
     def block_rows(self) -> int:
         """Rows that one workgroup computes at a time; weights are padded to a multiple of it."""
         return self.tile * self.row_tiles
+
+
+_lanes: weakref.WeakKeyDictionary[Device, Lanes] = weakref.WeakKeyDictionary()
+
+
+def lanes_of(device: Device) -> Lanes:
+    """How kernels spread over an open device; decided on first use, where a self-check runs. Raises as it does."""
+    with device.lock:
+        if device not in _lanes:
+            _lanes[device] = choose_lanes(device, device.lanes_form)
+        return _lanes[device]
 
 
 def choose_lanes(device: Device, form: str = "auto") -> Lanes:

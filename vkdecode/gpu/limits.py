@@ -72,7 +72,7 @@ def check_dispatch(
 
     """
     limits = info.limits
-    kernel.spec_values(spec)
+    shared = kernel.shared_bytes(spec)  # refuses constants that are not the kernel's
     if len(binding_bytes) != len(kernel.bindings):
         raise ShaderError(
             f"kernel '{kernel.key}' binds {len(kernel.bindings)} storages, {len(binding_bytes)} were given"
@@ -83,7 +83,7 @@ def check_dispatch(
         ("maxPushConstantsSize", 4 * len(kernel.push), limits.max_push_constants_bytes),
         ("maxComputeWorkGroupInvocations", spec["WORKGROUP"], limits.max_compute_work_group_invocations),
         ("maxComputeWorkGroupSize[0]", spec["WORKGROUP"], limits.max_compute_work_group_size[0]),
-        ("maxComputeSharedMemorySize", shared_memory_bytes(kernel, spec), limits.max_compute_shared_memory_bytes),
+        ("maxComputeSharedMemorySize", shared, limits.max_compute_shared_memory_bytes),
         *(
             (f"maxComputeWorkGroupCount[{axis}]", count, limits.max_compute_work_group_count[axis])
             for axis, count in enumerate(workgroups)
@@ -95,28 +95,3 @@ def check_dispatch(
     for axis, count in enumerate(workgroups):
         if count < 1:
             raise ShaderError(f"kernel '{kernel.key}': {count} work groups on axis {axis}")
-
-
-def shared_memory_bytes(kernel: Kernel, spec: Mapping[str, int]) -> int:
-    """Bytes of shared memory that a kernel declares, from its variant and constants.
-
-    The arrays are those of `shaders/lanes.glsl`, `shaders/linear.comp`, `shaders/attention.comp`, `shaders/top_k.comp`
-    and `shaders/route.comp`.
-    """
-    name, *axes = kernel.key.split()
-    variant = dict(axis.split("=") for axis in axes)
-    form, lanes = variant.get("LANES"), spec.get("WORKGROUP", 0)
-    scratch = 4 * lanes if form == "shared" or name == "self_check" else 0
-    if name == "linear" and form == "shared":
-        return scratch + 16 * lanes + 4 * int(variant["TOKENS"]) * spec["X_CHUNK"]
-    if name == "route":
-        return 8 * spec["EXPERTS"]
-    if name == "top_k":
-        return scratch + 8 * spec["LISTED"] + 4 * spec["K"] + 4
-    if name == "attention":
-        partial = 16 * lanes
-        if form != "shared":
-            return partial
-        queries = int(variant["QUERIES"])
-        return scratch + partial + 16 * queries * (spec["HEAD_DIM"] // 4) + 4 * queries * lanes
-    return scratch

@@ -1,9 +1,6 @@
 """From kernels and storages to a Kompute sequence that can be submitted again and again.
 
-A recording is a list of steps whose order the caller has planned: Kompute itself puts no barrier between two
-dispatches. `Sync` is what orders them: it makes the writes of its storages available and copies them to their
-host-visible twins, and
-the transfer to shader barrier that Kompute records before each dispatch completes the chain.
+Nothing is ordered unless a command says so: two dispatches with no barrier between them may run at once.
 """
 
 from __future__ import annotations
@@ -15,23 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from vkdecode.errors import ClosedError, DeviceError, ShaderError
+from vkdecode.errors import ClosedError, DeviceError, DeviceLostError, ShaderError
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Kernel
 from vkdecode.gpu.limits import UNIT_BYTES, check_dispatch
 from vkdecode.gpu.storage import Storage, StorageKind
 
+# VkAccessFlagBits and VkPipelineStageFlagBits, by their numbers in the specification.
+_SHADER_READ, _SHADER_WRITE, _TRANSFER_WRITE, _HOST_READ = 0x20, 0x40, 0x1000, 0x2000
+_COMPUTE, _TRANSFER, _HOST = 0x800, 0x1000, 0x4000
+
+# A NaN that no arithmetic gives: quiet NaNs from a shader carry no such payload.
+_UNWRITTEN = 0x7FEDDEAD
+
 
 @dataclass(frozen=True)
 class Upload:
-    """Copy the host-visible twins of these storages to the device."""
+    """Copy the staging buffers of these storages to the device, before all dispatches behind it."""
 
     storages: tuple[Storage, ...]
 
 
 @dataclass(frozen=True)
-class Sync:
-    """Order earlier writes of these storages before later dispatches, and copy them to their host-visible twins."""
+class Barrier:
+    """Let all dispatches before it end before those behind it begin, which then see what was written to these."""
 
     storages: tuple[Storage, ...]
 
@@ -44,7 +48,14 @@ class Run:
     push: Mapping[str, int] = field(default_factory=dict)
 
 
-Step = Upload | Sync | Run
+@dataclass(frozen=True)
+class Download:
+    """Copy these storages to their staging buffers, behind all dispatches before it."""
+
+    storages: tuple[Storage, ...]
+
+
+Command = Upload | Barrier | Run | Download
 
 
 class Algorithm:
@@ -133,37 +144,53 @@ class Recording:
     It is never recorded again (a command buffer that has run may not be), a new set of steps takes a new recording.
     """
 
-    def __init__(self, device: Device, steps: Sequence[Step]) -> None:
+    def __init__(self, device: Device, commands: Sequence[Command]) -> None:
         self._device = device
-        self._steps = tuple(steps)
-        kp = device.kp
-        copied = [step for step in self._steps if not isinstance(step, Run)]
-        self._staged = tuple({id(one): one for step in copied for one in step.storages}.values())
-        self.synced = tuple(one for step in copied if isinstance(step, Sync) for one in step.storages)
-        """The storages whose host-visible twins it brings up to date."""
-        self.watched: tuple[Storage, ...] = ()
-        """Those of them that whoever submits it looks at afterwards."""
+        self._commands = tuple(commands)
+        copied = [command for command in self._commands if isinstance(command, Upload | Download)]
+        self._staged = tuple({id(one): one for command in copied for one in command.storages}.values())
+        self.downloads = tuple(one for command in copied if isinstance(command, Download) for one in command.storages)
+        """The storages whose staging buffers it brings up to date."""
         self._checked_at = -1  # the closings after which all of them were still open
         with device.lock:
             self._sequence: Any = device.manager.sequence()
-            for step in self._steps:
-                if isinstance(step, Run):
-                    self._sequence.record(step.algorithm.operation(step.push))
-                else:
-                    operation = kp.OpTensorSyncDevice if isinstance(step, Upload) else kp.OpTensorSyncLocal
-                    self._sequence.record(operation([_staged(storage).tensor for storage in step.storages]))
+            for command in self._commands:
+                for operation in self._operations(command):
+                    self._sequence.record(operation)
+
+    def _operations(self, command: Command) -> list[Any]:
+        kp = self._device.kp
+        if isinstance(command, Run):
+            return [command.algorithm.operation(command.push)]
+        tensors = list({id(one.tensor): one.tensor for one in command.storages}.values())
+        both = _SHADER_READ | _SHADER_WRITE
+        if isinstance(command, Barrier):
+            return [kp.OpMemoryBarrier(tensors, _SHADER_WRITE, both, _COMPUTE, _COMPUTE)]
+        for storage in command.storages:
+            if storage.kind is not StorageKind.STAGED:
+                raise ShaderError(f"{storage!r} has no staging buffer, so it can be neither uploaded nor downloaded")
+        if isinstance(command, Upload):
+            barrier = kp.OpMemoryBarrier(tensors, _TRANSFER_WRITE, both, _TRANSFER, _COMPUTE)
+            return [kp.OpTensorSyncDevice(tensors), barrier]
+        # Kompute orders the copy behind the dispatches, but not what the host reads behind the copy.
+        barrier = kp.OpMemoryBarrier(tensors, _TRANSFER_WRITE, _HOST_READ, _TRANSFER, _HOST, False)
+        return [kp.OpTensorSyncLocal(tensors), barrier]
 
     @property
     def kernels(self) -> tuple[str, ...]:
         """The keys of the kernels that it runs, in order."""
-        return tuple(step.algorithm.kernel.key for step in self._steps if isinstance(step, Run))
+        return tuple(command.algorithm.kernel.key for command in self._commands if isinstance(command, Run))
 
     def submit(self) -> None:
         """Run it and wait until it is done.
 
+        Kompute does not report a lost device. So the staging buffers of what it downloads are marked before, and must
+        have been written over afterwards.
+
         Raises:
             ClosedError: the device or a storage was closed since.
             DeviceError: the driver reports an error; the device is lost.
+            DeviceLostError: it reported none, but what was recorded did not run to its end.
 
         """
         with self._device.lock:
@@ -173,6 +200,9 @@ class Recording:
                 for storage in self._staged:
                     _ = storage.tensor
                 self._checked_at = closings
+            marks = [storage.words for storage in self.downloads]
+            for words in marks:
+                words[0] = _UNWRITTEN
             started = time.perf_counter()
             try:
                 self._sequence.eval()
@@ -182,9 +212,9 @@ class Recording:
                 ) from error
             finally:
                 self._device.submission_seconds += time.perf_counter() - started
-
-
-def _staged(storage: Storage) -> Storage:
-    if storage.kind is not StorageKind.STAGED:
-        raise ShaderError(f"{storage!r} has no host-visible twin, so it cannot be uploaded or used to order dispatches")
-    return storage
+            if any(words[0] == _UNWRITTEN for words in marks):
+                kernels = self.kernels
+                raise DeviceLostError(
+                    f"device {self._device.info} did not finish a submission of {len(kernels)} dispatches, the last of "
+                    f"them '{kernels[-1] if kernels else 'none'}'; close the device and open a new one"
+                )

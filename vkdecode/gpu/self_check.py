@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vkdecode.errors import DeviceError
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import registry
-from vkdecode.gpu.recorder import Algorithm, Recording, Run, Sync, Upload
+from vkdecode.gpu.recorder import Algorithm, Download, Recording, Run, Upload
 from vkdecode.gpu.storage import Storage, StorageKind
 from vkdecode.gpu.vulkan_info import DeviceInfo
 from vkdecode.weights.dtypes import DType
@@ -129,13 +129,8 @@ def _run(device: Device, workgroup: int) -> Words:
 
 
 def _run_over(device: Device, algorithm: Algorithm, storages: tuple[Storage, ...]) -> None:
-    """Upload, and then run and read back the last storage.
-
-    Two submissions, because the barrier that Kompute records before a dispatch orders a copy before reads only, and
-    what the check leaves is written over what was uploaded.
-    """
-    Recording(device, [Upload(storages)]).submit()
-    Recording(device, [Run(algorithm), Sync(storages[-1:])]).submit()
+    """Upload, run, and read back the last storage."""
+    Recording(device, [Upload(storages), Run(algorithm), Download(storages[-1:])]).submit()
 
 
 def _lane_values(workgroup: int) -> F32:

@@ -34,8 +34,7 @@ class StorageKind(enum.Enum):
     """How the memory can be reached.
 
     DEVICE is device memory alone: the cheapest, for weights and KV caches; filled and read by copy kernels.
-    STAGED is device memory with a host-visible twin of the same size: for activations and per-token data. Copying to
-    the twin is also the operation that orders two dispatches.
+    STAGED is device memory with a host-visible staging buffer of the same size: for the data of a step and its results.
     HOST is mapped memory that shaders read directly: the source of an upload.
     """
 
@@ -100,19 +99,19 @@ class Storage:
         return self if self._whole is None else self._whole
 
     def part(self, first_byte: int, nbytes: int) -> Storage:
-        """A part of device-only memory, which stays allocated as long as a part of it is in use.
+        """A part of this storage, which stays allocated as long as a part of it is in use.
 
         Args:
             first_byte: where the part begins, a multiple of 16.
             nbytes: its size, rounded up to 16 bytes.
 
         Raises:
-            InvalidInputError: the part does not lie in whole units inside of this storage, or the host can see it.
+            InvalidInputError: the part does not lie in whole units inside of this storage, or this is itself a part.
 
         """
         nbytes = storage_bytes(nbytes)
-        if self.kind is not StorageKind.DEVICE or self._whole is not None:
-            raise InvalidInputError(f"{self!r} is not whole device-only memory, so it has no parts")
+        if self._whole is not None:
+            raise InvalidInputError(f"{self!r} is a part itself, so it has no parts")
         if first_byte % UNIT_BYTES or not 0 <= first_byte <= self.nbytes - nbytes:
             raise InvalidInputError(f"{nbytes} bytes from byte {first_byte} on are not whole units of {self!r}")
         part = Storage(self._tensor, None, self.dtype, nbytes, self.kind, self.encoding, bundled=True)
@@ -170,7 +169,8 @@ class Storage:
             )
         tensor = self.tensor
         if self._data is None:
-            self._data = tensor.data()  # mapped once and for all
+            start = self.first_byte // 4
+            self._data = tensor.data()[start : start + self.nbytes // 4]  # mapped once and for all
         return self._data
 
     @property

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from vkdecode.errors import InvalidInputError
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import registry
-from vkdecode.gpu.recorder import Algorithm, Recording, Run, Sync
+from vkdecode.gpu.recorder import Algorithm, Download, Recording, Run
 from vkdecode.gpu.storage import Storage, StorageKind
 from vkdecode.weights.dtypes import DType
 
-_CHUNK_BYTES = 4 << 20
+_PIECE_BYTES = 4 << 20
 _WORKGROUP = 64
 _WORDS_EACH = 16
 
@@ -22,9 +22,9 @@ _WORDS_EACH = 16
 class Uploader:
     """Fills device-only storage piece by piece through one reused host buffer."""
 
-    def __init__(self, device: Device, chunk_bytes: int = _CHUNK_BYTES) -> None:
+    def __init__(self, device: Device, piece_bytes: int = _PIECE_BYTES) -> None:
         self._device = device
-        self._host = device.allocate(min(chunk_bytes, device.largest_buffer_bytes), DType.U32, StorageKind.HOST)
+        self._host = device.allocate(min(piece_bytes, device.largest_buffer_bytes), DType.U32, StorageKind.HOST)
         self._algorithms: dict[Storage, Algorithm] = {}  # by the whole target, since making one costs most of a piece
 
     def write(self, target: Storage, start_byte: int, values: NDArray[Any]) -> None:
@@ -59,17 +59,17 @@ class Uploader:
         self._host.close()
 
 
-def read_words(device: Device, source: Storage, chunk_bytes: int = _CHUNK_BYTES) -> NDArray[np.uint32]:
+def read_words(device: Device, source: Storage, piece_bytes: int = _PIECE_BYTES) -> NDArray[np.uint32]:
     """All words of a device-only storage, uint32 [nbytes / 4]."""
     total = source.nbytes // 4
-    step = min(chunk_bytes // 4, device.largest_buffer_bytes // 4, total)
+    step = min(piece_bytes // 4, device.largest_buffer_bytes // 4, total)
     staging = device.allocate(4 * step, DType.U32, StorageKind.STAGED)
     algorithm = copy_algorithm(device, source.whole, staging, step)
     result = np.empty(total, np.uint32)
     for first in range(0, total, step):
         count = min(step, total - first)
         push = {"source_start": source.first_byte // 4 + first, "target_start": 0, "count": count}
-        Recording(device, [Run(algorithm, push), Sync((staging,))]).submit()
+        Recording(device, [Run(algorithm, push), Download((staging,))]).submit()
         result[first : first + count] = staging.data[:count]
     staging.close()
     return result

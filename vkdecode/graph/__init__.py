@@ -10,6 +10,7 @@ from vkdecode.graph.nodes import (
     FactorAttrs,
     GroupMaxAttrs,
     KvAttrs,
+    KvMoveAttrs,
     KvWriteAttrs,
     LinearAttrs,
     Node,
@@ -25,7 +26,7 @@ from vkdecode.graph.nodes import (
 )
 from vkdecode.graph.optimize import optimize_graph
 from vkdecode.graph.placement import HOST, splice_host_copy
-from vkdecode.graph.split import MostUnits
+from vkdecode.graph.split import MaxUnits
 from vkdecode.graph.symbols import SymEnv, SymId
 
 __all__ = [
@@ -40,9 +41,10 @@ __all__ = [
     "Graph",
     "GroupMaxAttrs",
     "KvAttrs",
+    "KvMoveAttrs",
     "KvWriteAttrs",
     "LinearAttrs",
-    "MostUnits",
+    "MaxUnits",
     "Node",
     "NodeId",
     "NormAttrs",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from vkdecode.graph.graph import Graph
 from vkdecode.graph.nodes import (
-    AttentionAttrs,
     ExpertSumAttrs,
     KvWriteAttrs,
     LinearAttrs,
@@ -60,48 +60,12 @@ def fuse_gated_mlp(graph: Graph, roots: Roots) -> Roots:
     return roots
 
 
-def fuse_qkv_rope(graph: Graph, roots: Roots) -> Roots:
-    """The q, k and v products and the rotations of q and k become one product; q, k and v become views of it."""
-    users = graph.consumers(roots)
-    for node_id in graph.reachable(roots):
-        if graph.node(node_id).op is not Op.ATTENTION:
-            continue
-        attrs = graph.attrs(node_id, AttentionAttrs)
-        turned_q, turned_k, v = graph.node(node_id).inputs[:3]
-        if graph.node(turned_q).op is not Op.ROPE or graph.node(turned_k).op is not Op.ROPE:
-            continue
-        q, *angles = graph.node(turned_q).inputs
-        k, *other_angles = graph.node(turned_k).inputs
-        rotary_dim = graph.attrs(turned_q, RopeAttrs).rotary_dim
-        same = angles == other_angles and rotary_dim == graph.attrs(turned_k, RopeAttrs).rotary_dim
-        if not same or len(users[q]) != 1 or len(users[k]) != 1:
-            continue
-        layout = {"order": "rope", "head_dim": attrs.head_dim, "rotary_dim": rotary_dim}
-        inputs = _stacked(graph, [q, k, v], replace_spec=layout)
-        if inputs is None:
-            continue
-        rope = RopeAttrs(attrs.heads + 2 * attrs.kv_heads, attrs.heads + attrs.kv_heads, attrs.head_dim, rotary_dim)
-        columns = rope.heads * attrs.head_dim
-        fused = graph.add_node(
-            Op.LINEAR,
-            [*inputs, *angles],
-            (graph.node(q).shape[0], columns),
-            LinearAttrs(bias=len(inputs) == 3, epilogue="rope", rope=rope),
-        )
-        offset = 0
-        for part in (turned_q, turned_k, v):
-            width = graph.node(part).shape[1]
-            graph.rewrite(part, Op.VIEW, [fused], ViewAttrs(offset))
-            offset += width
-    return roots
-
-
 def fuse_qkv(graph: Graph, roots: Roots) -> Roots:
-    """The q, k and v products become one, of which they are views; for those that `fuse_qkv_rope` leaves."""
+    """The q, k and v products become one, of which they are views."""
     for node_id in graph.reachable(roots):
         if graph.node(node_id).op is not Op.ATTENTION:
             continue
-        products = [_product_behind(graph, one) for one in graph.node(node_id).inputs[:3]]
+        products = [_product_behind(graph, one) for one in _qkv(graph, node_id)]
         inputs = _stacked(graph, products, replace_spec={}) if len(set(products)) == 3 else None
         if inputs is None:
             continue
@@ -207,7 +171,7 @@ def fuse_qk_norm(graph: Graph, roots: Roots) -> Roots:
     for node_id in graph.reachable(roots):
         if graph.node(node_id).op is not Op.ATTENTION:
             continue
-        q, k = (graph.node(one) for one in graph.node(node_id).inputs[:2])
+        q, k = (graph.node(one) for one in _qkv(graph, node_id)[:2])
         if q == k or not _side_by_side(graph, q, k):
             continue
         first, second = (graph.attrs(one.id, NormAttrs) for one in (q, k))
@@ -227,31 +191,58 @@ def fuse_qk_norm(graph: Graph, roots: Roots) -> Roots:
     return roots
 
 
-def fuse_kv_write(graph: Graph, roots: Roots) -> Roots:
-    """On the device-offset path attention itself puts the rows into the cache: it is the last to read them."""
+def fuse_rope_write(graph: Graph, roots: Roots) -> Roots:
+    """A product of q, k and v turns q and k itself, and puts k and v into the cache; its value is q.
+
+    Runs behind `split_weights`: a product that was split is joined again before anything turns.
+    """
     users = graph.consumers(roots)
     for node_id in graph.reachable(roots):
-        node = graph.node(node_id)
-        if node.op is not Op.ATTENTION or not graph.attrs(node_id, AttentionAttrs).offset_on_device:
+        if graph.node(node_id).op is not Op.ATTENTION:
             continue
-        writes = [one for one in users[node_id] if graph.node(one).op is Op.KV_WRITE]
-        wanted = {(node.inputs[1], node.inputs[3]), (node.inputs[2], node.inputs[4])}
-        if {(graph.node(one).inputs[0], graph.node(one).inputs[1]) for one in writes} != wanted or len(writes) != 2:
+        q, k, v = parts = _qkv(graph, node_id)
+        write = graph.node(graph.node(node_id).inputs[3])
+        attrs = graph.attrs(write.id, KvWriteAttrs)
+        angles: Sequence[NodeId] = ()
+        rotary_dim = 0
+        if graph.node(q).op is Op.ROPE and graph.node(k).op is Op.ROPE:
+            rotary_dim = graph.attrs(q, RopeAttrs).rotary_dim
+            angles = graph.node(q).inputs[1:]
+            if graph.node(k).inputs[1:] != angles or graph.attrs(k, RopeAttrs).rotary_dim != rotary_dim:
+                continue
+            views = [graph.node(q).inputs[0], graph.node(k).inputs[0], v]
+        else:
+            views = list(parts)
+        if rotary_dim % 4 or any(graph.node(one).op is not Op.VIEW for one in views):
             continue
-        if any(graph.attrs(one, KvWriteAttrs).cached_len is not None or users[one] != [one] for one in writes):
+        if any(len(users[one]) != 1 for one in {*parts, *views, write.id}):
             continue
-        attrs = graph.attrs(node_id, AttentionAttrs)
-        inputs = node.inputs
-        if attrs.arm == "masked" and len(inputs) == 7 + attrs.sinks:
-            inputs = (*inputs, graph.node(writes[0]).inputs[3])
-        graph.rewrite(node_id, Op.ATTENTION, inputs, replace(attrs, writes=True))
-        roots = tuple(dict.fromkeys(node_id if root in writes else root for root in roots))
+        product = graph.node(graph.node(views[0]).inputs[0])
+        widths = [graph.node(one).shape[1] for one in views]
+        starts = [(product.id, sum(widths[:at])) for at in range(3)]
+        found = [(graph.node(one).inputs[0], graph.attrs(one, ViewAttrs).offset) for one in views]
+        if found != starts or product.op is not Op.LINEAR or product.shape[1] != sum(widths):
+            continue
+        held = graph.attrs(product.id, LinearAttrs)
+        if held != replace(LinearAttrs(bias=held.bias), **_norm_of(held)) or len(users[product.id]) != 3:
+            continue
+        inputs = list(product.inputs)
+        for at in (1, 2) if held.bias else (1,):
+            spec = graph.attrs(inputs[at], WeightSpec)
+            inputs[at] = graph.weight(replace(spec, order="rope", head_dim=attrs.head_dim, rotary_dim=rotary_dim))
+        fused = graph.add_node(
+            Op.LINEAR,
+            [*inputs, *angles, *write.inputs[2:]],
+            (product.shape[0], widths[0]),
+            replace(held, epilogue="rope", rotary_dim=rotary_dim, write=attrs),
+        )
+        _, k_cache, v_cache, _, *rest = graph.node(node_id).inputs
+        graph.rewrite(node_id, Op.ATTENTION, [fused, k_cache, v_cache, fused, *rest], graph.node(node_id).attrs)
     return roots
 
 
 FUSIONS: tuple[Fusion, ...] = (
     fuse_gated_mlp,
-    fuse_qkv_rope,
     fuse_qkv,
     fuse_residual,
     fuse_activation,
@@ -259,8 +250,20 @@ FUSIONS: tuple[Fusion, ...] = (
     fuse_norm_residual,
     fuse_norm_rope,
     fuse_qk_norm,
-    fuse_kv_write,
+    fuse_rope_write,
 )
+
+
+def _qkv(graph: Graph, attention: NodeId) -> tuple[NodeId, NodeId, NodeId]:
+    """What an attention takes as q, and what is written before it as this step's k and v."""
+    q, _, _, written, *_ = graph.node(attention).inputs
+    k, v, *_ = graph.node(written).inputs
+    return q, k, v
+
+
+def _norm_of(attrs: LinearAttrs) -> dict[str, Any]:
+    """The norm that a product begins with."""
+    return {"norm_epsilon": attrs.norm_epsilon, "norm": attrs.norm, "norm_bias": attrs.norm_bias}
 
 
 def _product_behind(graph: Graph, node_id: NodeId) -> NodeId:

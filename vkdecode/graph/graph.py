@@ -16,6 +16,7 @@ from vkdecode.graph.nodes import (
     FactorAttrs,
     GroupMaxAttrs,
     KvAttrs,
+    KvMoveAttrs,
     KvWriteAttrs,
     LinearAttrs,
     Node,
@@ -140,7 +141,7 @@ class Graph:
         return self._constants[name]
 
     def kv(self, layer: int, which: int, shape: tuple[int, int, int], dtype: DType) -> NodeId:
-        """A KV constant [kv_heads, max_seq_len, head_dim]."""
+        """A KV constant [kv_heads, cache rows, head_dim]."""
         return self._constant(Op.KV, (layer, which), shape, KvAttrs(layer, which), dtype)
 
     def embed(self, token_ids: NodeId, weight: NodeId) -> NodeId:
@@ -212,7 +213,7 @@ class Graph:
 
     def rope(self, x: NodeId, cos: NodeId, sin: NodeId, heads: int, head_dim: int, rotary_dim: int) -> NodeId:
         """Turn the first `rotary_dim` dimensions of every head; cos and sin are [tokens, head_dim / 2]."""
-        return self.add_node(Op.ROPE, (x, cos, sin), self.node(x).shape, RopeAttrs(heads, heads, head_dim, rotary_dim))
+        return self.add_node(Op.ROPE, (x, cos, sin), self.node(x).shape, RopeAttrs(heads, head_dim, rotary_dim))
 
     def add(self, a: NodeId, b: NodeId) -> NodeId:
         """Sum of two values of equal shape."""
@@ -269,26 +270,36 @@ class Graph:
             raise InvalidInputError(f"the {k} highest of {columns} values cannot be taken; at most 64 and all of them")
         return self.add_node(Op.TOP_K, (x, groups), (1, 2 * k), TopKAttrs(k), DType.U32)
 
+    def kv_write(
+        self,
+        k: NodeId,
+        v: NodeId,
+        caches: tuple[NodeId, NodeId],
+        token_count: NodeId,
+        attrs: KvWriteAttrs,
+        offset: NodeId | None = None,
+    ) -> NodeId:
+        """Put this step's rows into the caches of a layer."""
+        inputs = [k, v, *caches, token_count] if offset is None else [k, v, *caches, token_count, offset]
+        return self.add_node(Op.KV_WRITE, inputs, (), attrs)
+
     def attention(
         self,
-        qkv: tuple[NodeId, NodeId, NodeId],
+        q: NodeId,
         caches: tuple[NodeId, NodeId],
+        written: NodeId,
         token_count: NodeId,
         attrs: AttentionAttrs,
         mask: NodeId | None = None,
         offset: NodeId | None = None,
         sinks: NodeId | None = None,
     ) -> NodeId:
-        """Attention of this step's tokens over the cached rows and their own; see `AttentionAttrs`."""
-        if attrs.sinks != (sinks is not None):
-            raise InvalidInputError("attention takes its sinks exactly where its attributes say that it has some")
+        """Attention of this step's tokens over the rows of the caches, behind the KV_WRITE `written`."""
+        if (attrs.sinks, attrs.masked) != (sinks is not None, mask is not None):
+            raise InvalidInputError("attention takes sinks and a mask exactly where its attributes say so")
         extra = [one for one in (sinks, mask, offset) if one is not None]
-        shape = (self.node(qkv[0]).shape[0], attrs.heads * attrs.head_dim)
-        return self.add_node(Op.ATTENTION, [*qkv, *caches, token_count, *extra], shape, attrs)
+        return self.add_node(Op.ATTENTION, [q, *caches, written, token_count, *extra], self.node(q).shape, attrs)
 
-    def kv_write(
-        self, x: NodeId, cache: NodeId, after: NodeId, attrs: KvWriteAttrs, offset: NodeId | None, token_count: NodeId
-    ) -> NodeId:
-        """Put this step's rows into a cache once `after` (the attention) has read it."""
-        inputs = (x, cache, after) if offset is None else (x, cache, after, offset, token_count)
-        return self.add_node(Op.KV_WRITE, inputs, self.node(cache).shape, attrs, self.node(cache).dtype)
+    def kv_move(self, caches: tuple[NodeId, NodeId], after: NodeId, attrs: KvMoveAttrs) -> NodeId:
+        """Move this step's rows from the landing rows to their place, once `after` (the attention) has read them."""
+        return self.add_node(Op.KV_MOVE, [*caches, after], (), attrs)

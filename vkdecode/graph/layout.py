@@ -7,8 +7,8 @@ from vkdecode.graph.nodes import NodeId, Op
 
 # How many leading inputs of an operation may be views; its kernel has an offset and a stride for each of them.
 _VIEWS_ALLOWED = {
-    Op.ATTENTION: 3,
-    Op.KV_WRITE: 1,
+    Op.ATTENTION: 1,
+    Op.KV_WRITE: 2,
     Op.ROPE: 1,
     Op.CONTIGUIZE: 1,
     Op.RMS_NORM: 1,

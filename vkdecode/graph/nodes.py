@@ -35,7 +35,8 @@ class Op(enum.Enum):
     SCALE = "scale"
     SOFTCAP = "softcap"
     ATTENTION = "attention"
-    KV_WRITE = "kv_write"  # effect: puts rows into a KV constant
+    KV_WRITE = "kv_write"  # effect: puts the step's rows into the KV constants of a layer
+    KV_MOVE = "kv_move"  # effect: moves them from the landing rows to their place
     ROUTE = "route"  # which experts a token takes, and how much of each
     EXPERT_SUM = "expert_sum"
     LAST_ROW = "last_row"
@@ -70,10 +71,9 @@ class WeightSpec:
 
     `order` is `plain` (the tensors' rows one after another), `gated` (row i of the first tensor paired with row i of
     the second) or `rope` (rows of each head paired as the rotation pairs them; needs `head_dim` and `rotary_dim`). A
-    `vector` is
-    a 1-D tensor, held as plain float32 in the same row order; it may list a missing tensor as None, which stands for
-    zeros. `first_unit` and `unit_count` name a part of a split weight: units are rows, or pairs of rows in a paired
-    order; a count of 0 means all.
+    `vector` is a 1-D tensor, held as plain float32 in the same row order; it may list a missing tensor as None, which
+    stands for zeros. `first_unit` and `unit_count` name a part of a split weight: units are rows, or pairs of rows in a
+    paired order; a count of 0 means all.
 
     `picks` says for each part which rows of its tensor it takes; empty where all are whole tensors in their own order.
     The tensors of a `transposed` constant are [columns, rows] in the file. `plus_one` adds 1 to each value of a vector.
@@ -124,7 +124,7 @@ class DataAttrs:
 
 @dataclass(frozen=True)
 class KvAttrs:
-    """A KV slot: `which` is 0 for K and 1 for V; the cache is [heads, max_seq_len, head_dim]."""
+    """A layer's K (`which` 0) or V (1), [kv_heads, cache rows, head_dim]."""
 
     layer: int
     which: int
@@ -132,10 +132,9 @@ class KvAttrs:
 
 @dataclass(frozen=True)
 class RopeAttrs:
-    """Heads and dimensions of a rotation; `rotated_heads` heads turn, the others of `heads` pass unchanged."""
+    """A rotation of the first `rotary_dim` dimensions of every head."""
 
     heads: int
-    rotated_heads: int
     head_dim: int
     rotary_dim: int
 
@@ -165,15 +164,30 @@ class FactorAttrs:
 
 
 @dataclass(frozen=True)
+class KvWriteAttrs:
+    """Where a KV write puts the rows of K and V.
+
+    Inputs: k, v, K cache, V cache, token count, and the offset data where `cached_len` is None. Otherwise that is the
+    row of the step's first token: a symbol, or the first landing row.
+    """
+
+    kv_heads: int
+    head_dim: int
+    cached_len: SymId | int | None
+
+
+@dataclass(frozen=True)
 class LinearAttrs:
     """What is fused around a product.
 
-    Inputs: x, weight, then bias, norm weight and norm bias, residual or cos and sin, and the ROUTE that says which
-    experts' matrices count, as far as they are present.
+    Inputs: x, weight, then bias, norm weight and norm bias, residual or what the rope epilogue takes, and the ROUTE
+    that says which experts' matrices count, as far as they are present.
     `norm` is `rms` or `layer` and counts only where `norm_epsilon` is given. `epilogue` is `plain` (the activation,
-    then the residual, as far as there are any), `rope` or `gated` (the activation of a pair's first row times the
-    second, or both in one CLAMPED_SWIGLU). With `experts_used` a token has as many products side by side, one for each
-    expert; x has one row for all of them, or one for each side by side.
+    then the residual, as far as there are any), `gated` (the activation of a pair's first row times the second, or
+    both in one CLAMPED_SWIGLU) or `rope`: q, k and v, of which q is the value, and k and v go into the cache as `write`
+    says; it takes cos and sin, where `rotary_dim` is not 0, and what a KV_WRITE takes behind k and v. With
+    `experts_used` a token has as many products side by side, one for each expert; x has one row for all of them, or one
+    for each side by side.
     """
 
     bias: bool = False
@@ -183,7 +197,8 @@ class LinearAttrs:
     epilogue: str = "plain"
     activation: Op | None = None
     residual: bool = False
-    rope: RopeAttrs | None = None
+    rotary_dim: int = 0
+    write: KvWriteAttrs | None = None
     experts_used: int = 0
 
 
@@ -215,12 +230,13 @@ class ExpertSumAttrs:
 
 @dataclass(frozen=True)
 class AttentionAttrs:
-    """Geometry of attention and how it knows which cached rows count.
+    """Geometry of attention and how it knows which rows of the cache count.
 
-    Inputs: q, k, v, K cache, V cache, token count, then the sinks (where `sinks` says so), the mask (masked arm) and
-    the offset data (device-offset path). `arm` is `bounded` or `masked`. `attended_len` is the symbol of the bounded
-    arm on the SymEnv path, else None. `writes` says that the KV write is fused in.
+    Inputs: q, K cache, V cache, what wrote this step's rows, token count, then the sinks (where `sinks` says so), the
+    mask (where `masked`) and the offset data (where `attended_len` is None).
 
+    The step's rows end before row `attended_len`, which counts the room of the step. Of the rows before them all count,
+    or in the masked arm those of the `max_seq_len` first that the mask shows.
     A token sees the `window` positions up to its own, or all where that is 0; in the masked arm the mask then holds the
     rows' ages. A score s becomes cap tanh(s / cap) with the cap `softcap`, where that is not 0. A sink is one more
     logit of its head in the softmax's denominator.
@@ -230,28 +246,27 @@ class AttentionAttrs:
     kv_heads: int
     head_dim: int
     scale: float
-    arm: str
-    offset_on_device: bool
-    attended_len: SymId | None
-    writes: bool = False
+    max_seq_len: int
+    masked: bool
+    attended_len: SymId | int | None
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
 
 
 @dataclass(frozen=True)
-class KvWriteAttrs:
-    """Where a KV write puts its rows.
+class KvMoveAttrs:
+    """Which landing rows move where: so many as `token_count` says, from row `max_seq_len` to row `cached_len`.
 
-    Inputs: x, cache, the attention that must have read first, then offset data and token count on the device path.
-    `cached_len` and `token_count` are the symbols (or numbers) of the SymEnv path; `cached_len` is None on the
-    device-offset path.
+    Inputs: K cache, V cache, and the attention that must have read the landing rows.
     """
 
     kv_heads: int
     head_dim: int
-    cached_len: SymId | None
-    token_count: SymId | int = 1
+    max_seq_len: int
+    max_tokens: int
+    cached_len: SymId
+    token_count: SymId
 
 
 @dataclass(frozen=True)
@@ -302,6 +317,7 @@ Attrs = (
     | ExpertSumAttrs
     | AttentionAttrs
     | KvWriteAttrs
+    | KvMoveAttrs
     | GroupMaxAttrs
     | TopKAttrs
     | ViewAttrs

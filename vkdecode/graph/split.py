@@ -10,10 +10,10 @@ from vkdecode.graph.graph import Graph
 from vkdecode.graph.nodes import LinearAttrs, NodeId, Op, WeightSpec
 
 # How many rows, or pairs of rows, of a weight like this one storage buffer may hold.
-MostUnits = Callable[[WeightSpec], int]
+MaxUnits = Callable[[WeightSpec], int]
 
 
-def split_weights(graph: Graph, roots: tuple[NodeId, ...], most_units: MostUnits) -> tuple[NodeId, ...]:
+def split_weights(graph: Graph, roots: tuple[NodeId, ...], max_units: MaxUnits) -> tuple[NodeId, ...]:
     """Replace each product and embedding with too large a weight by parts that are joined again, in place.
 
     Raises:
@@ -27,8 +27,8 @@ def split_weights(graph: Graph, roots: tuple[NodeId, ...], most_units: MostUnits
         spec = graph.attrs(node.inputs[1], WeightSpec)
         if spec.experts:
             continue  # the experts of one token may lie anywhere in it; too large a stack is refused with its plan
-        if spec.units > most_units(spec):
-            parts = _parts(spec, most_units(spec))
+        if spec.units > max_units(spec):
+            parts = _parts(spec, max_units(spec))
             if node.op is Op.LINEAR:
                 _split_linear(graph, node_id, parts)
             else:
@@ -36,9 +36,8 @@ def split_weights(graph: Graph, roots: tuple[NodeId, ...], most_units: MostUnits
     return roots
 
 
-def _parts(spec: WeightSpec, most: int) -> list[WeightSpec]:
-    """Parts of equal size but for the last; heads of a rotary weight stay whole."""
-    step = most // (spec.head_dim // 2) * (spec.head_dim // 2) if spec.order == "rope" else most
+def _parts(spec: WeightSpec, step: int) -> list[WeightSpec]:
+    """Parts of equal size but for the last."""
     if step < 1:
         raise DeviceError(f"not even one block of rows of {spec.title} fits one storage buffer of this device")
     return [
@@ -60,9 +59,8 @@ def _split_linear(graph: Graph, node_id: NodeId, parts: list[WeightSpec]) -> Non
         inputs = [x, graph.weight(part)]
         if bias is not None:
             inputs.append(graph.weight(replace(bias, first_unit=part.first_unit, unit_count=part.unit_count)))
-        columns = part.units * (2 if attrs.epilogue == "rope" else 1)
-        made = graph.add_node(Op.LINEAR, [*inputs, *rest], (node.shape[0], columns), _part_attrs(inner, part))
-        width += columns
+        made = graph.add_node(Op.LINEAR, [*inputs, *rest], (node.shape[0], part.units), inner)
+        width += part.units
         last = part is parts[-1] and residual is None
         if joined is None:
             joined = made
@@ -72,16 +70,6 @@ def _split_linear(graph: Graph, node_id: NodeId, parts: list[WeightSpec]) -> Non
             joined = graph.add_node(Op.CONCAT, [joined, made], (node.shape[0], width))
     if residual is not None and joined is not None:
         graph.rewrite(node_id, Op.ADD, [residual, joined], None)
-
-
-def _part_attrs(attrs: LinearAttrs, part: WeightSpec) -> LinearAttrs:
-    """The rotation of a part: its own heads, of which the first ones turn."""
-    if attrs.rope is None:
-        return attrs
-    half = part.head_dim // 2
-    heads, first = part.units // half, part.first_unit // half
-    turned = min(max(attrs.rope.rotated_heads - first, 0), heads)
-    return replace(attrs, rope=replace(attrs.rope, heads=heads, rotated_heads=turned))
 
 
 def _split_embedding(graph: Graph, node_id: NodeId, parts: list[WeightSpec]) -> None:

@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vkdecode.decode import MemoryReport, check_kv_cache, check_load
 from vkdecode.errors import ModelFileError, TokenizerError, UnsupportedModelError, VkDecodeError, VkDecodeWarning
 from vkdecode.gpu import Device, open_device
-from vkdecode.models import MemoryReport, Model
-from vkdecode.models.memory import check_kv_cache, plan_load
+from vkdecode.models import ModelPlan
 from vkdecode.models.registry import architecture_of
 from vkdecode.text import Tokenizer, load_tokenizer
 from vkdecode.weights import WeightSource, open_weights
@@ -221,7 +221,7 @@ def _on_device(
     with device:
         known: dict[str, Any] = {"device": str(device.info)}
         try:
-            model = Model(source, device, asked_dtype(weights), load=False)
+            model = ModelPlan(source, device, asked_dtype(weights))
         except ModelFileError:
             raise
         except VkDecodeError as error:
@@ -229,14 +229,13 @@ def _on_device(
         rows = context or min(model.config.max_position_embeddings, DEFAULT_CONTEXT)
         known["memory"] = model.memory_report(rows, kv)
         known["problems"] = tuple(_problems(model, device, known["memory"]))
-        model.close()
     return known
 
 
-def _problems(model: Model, device: Device, report: MemoryReport) -> list[str]:
+def _problems(model: ModelPlan, device: Device, report: MemoryReport) -> list[str]:
     problems = []
     try:
-        plan_load(model)
+        check_load(model, model.load_plan)
         check_kv_cache(model, model.weight_specs(), model.kv_geometry(report.max_seq_len, report.kv_dtype))
     except VkDecodeError as error:
         problems.append(str(error))

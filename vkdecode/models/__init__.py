@@ -1,7 +1,7 @@
 """Architectures: which graph a config means, one file for each."""
 
-from vkdecode.models.memory import MemoryReport
 from vkdecode.models.model import Model, load_model
+from vkdecode.models.model_plan import ModelPlan
 from vkdecode.models.registry import ARCHITECTURES
 
-__all__ = ["ARCHITECTURES", "MemoryReport", "Model", "load_model"]
+__all__ = ["ARCHITECTURES", "Model", "ModelPlan", "load_model"]

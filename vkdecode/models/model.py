@@ -1,4 +1,4 @@
-"""A loaded model: read-only weights on a device, its config, and the steps it can run.
+"""A loaded model: read-only weights on a device, and the steps it can run.
 
 Plans and sessions do not live here: they belong to the generate loop's `InferenceContext`.
 """
@@ -6,10 +6,8 @@ Plans and sessions do not live here: they belong to the generate loop's `Inferen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,26 +15,19 @@ from numpy.typing import NDArray
 from vkdecode.decode import (
     Candidates,
     DecodeMode,
+    InferenceContext,
     KvCache,
-    KvGeometry,
-    StepGraph,
-    StepOptions,
-    forward_with_kv_context_persistent,
-    make_shape_key,
-    most_candidates,
-    new_model_instance_id,
+    check_kv_cache,
+    check_load,
+    max_top_k,
     prepare,
-    top_candidates,
+    run_steps,
 )
 from vkdecode.errors import ClosedError, InvalidInputError
-from vkdecode.gpu import Device, Lanes, open_device
-from vkdecode.graph import WeightSpec
-from vkdecode.models.config import DecoderConfig
-from vkdecode.models.memory import MemoryReport, check_kv_cache, memory_report, plan_load
+from vkdecode.gpu import Device, lanes_of, open_device
+from vkdecode.models.model_plan import ModelPlan, check_cache
 from vkdecode.models.registry import architecture_of
-from vkdecode.models.rope import RopeRows
-from vkdecode.models.tensors import TensorTable
-from vkdecode.runtime import InferenceContext, WeightStore
+from vkdecode.runtime import WeightStore
 from vkdecode.weights import DType, WeightSource, open_weights
 from vkdecode.weights.recode import asked_dtype
 
@@ -44,7 +35,7 @@ Progress = Callable[[int, int], None]
 OpenSource = Callable[[], WeightSource]
 
 
-class Model:
+class Model(ModelPlan):
     """A model on a device; a context manager.
 
     Made by `vkdecode.load`. Attributes: `config` (the architecture's dataclass), `device`, `tokenizer` (None where
@@ -58,105 +49,16 @@ class Model:
         dtype: DType | None = None,
         progress: Progress | None = None,
         open_source: OpenSource | None = None,
-        load: bool = True,
     ) -> None:
-        """Plan a model and put its weights on the device; without `load` it stays a plan, which can only be asked."""
-        model_type, self._architecture = architecture_of(source.config)
-        self.path: Path = source.path
-        self.config: DecoderConfig = self._architecture.parse_config(source.config)
-        self._rope = self._architecture.rope(source.config, self.config)
-        pairs = self.config.head_dim // 2
-        self._rope_rows = [RopeRows(self._rope, pairs), RopeRows(self._rope.local or self._rope, pairs)]
-        c = self.config
-        self._kv_geometry = KvGeometry(c.num_hidden_layers, c.num_key_value_heads, 1, c.head_dim, DType.F32)
-        self._tensors = TensorTable(source, dtype)
-        self._tensors.check_layers(self._architecture.layers, self.config.num_hidden_layers)
-        self._architecture.check_tensors(self.config, self._tensors)
-        self.device = device
+        """Plan a model, check it against its device, and put its weights there."""
+        super().__init__(source, device, dtype)
+        check_load(self, self.load_plan)
         self.tokenizer: Any = None
         self.tokenizer_error: str | None = None
-        self.instance_id = new_model_instance_id()
-        structure = {
-            **asdict(self.config),
-            "rotary_dim": self._rope.rotary_dim,
-            "dtype": dtype.value if dtype else None,
-        }
-        self.shape_key = make_shape_key(model_type, structure, self.instance_id)
-        self.weight_store = WeightStore(device, device.lanes, open_source or partial(open_weights, source.path))
+        self.weight_store = WeightStore(device, lanes_of(device), open_source or partial(open_weights, source.path))
         self._owns_device = False
         self._closed = False
-        self._loaded = load
-        self._plan = plan_load(self, check=load)
-        self._tensors.check_all_used()
-        if load:
-            self.weight_store.load(self._plan.weights, progress, source if open_source is None else None)
-
-    @property
-    def lanes(self) -> Lanes:
-        """The kernel shape that the weights are packed for."""
-        return self.weight_store.lanes
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of logits of a token."""
-        return int(self.config.vocab_size)
-
-    @property
-    def default_kv_offset(self) -> str:
-        """`device` or `symenv`: where the KV write takes its offset from unless asked otherwise."""
-        return self._architecture.default_kv_offset
-
-    def weight_specs(self) -> list[WeightSpec]:
-        """The weight constants of the optimized decode step; every other step uses the same ones."""
-        return list(self._plan.weights)
-
-    def most_step_tokens(self, logits: str) -> int:
-        """How many tokens a step may have room for, so that no activation exceeds the device's storage buffers."""
-        return self._plan.most_tokens_of_all_logits if logits == "all" else self._plan.most_tokens
-
-    def memory_report(self, max_seq_len: int | None = None, kv_dtype: str = "f32") -> MemoryReport:
-        """The bytes that the model takes on its device, part by part; computed from plans, nothing is allocated.
-
-        Args:
-            max_seq_len: rows of the KV cache; None for the model's max_position_embeddings.
-            kv_dtype: `f32` or `f16`.
-
-        Raises:
-            InvalidInputError: the length is not positive or the dtype unknown.
-
-        """
-        rows = self.config.max_position_embeddings if max_seq_len is None else max_seq_len
-        _check_cache(rows, kv_dtype)
-        return memory_report(self, self._plan.weights, rows, kv_dtype)
-
-    def kv_geometry(self, max_seq_len: int, dtype: str) -> KvGeometry:
-        """The shape of a cache for this model."""
-        known = self._kv_geometry  # every step asks for that of its cache
-        if (known.max_seq_len, known.dtype.value) != (max_seq_len, dtype):
-            self._kv_geometry = known = replace(known, max_seq_len=max_seq_len, dtype=DType(dtype))
-        return known
-
-    def build_step(self, options: StepOptions, geometry: KvGeometry) -> StepGraph:
-        """A new, unoptimized graph of one step."""
-        return self._architecture.build_step(self.config, self._tensors, self._rope.rotary_dim, options, geometry)
-
-    @property
-    def most_positions(self) -> int | None:
-        """How many positions the model can tell apart; None where it takes any."""
-        return self._rope.max_positions
-
-    def rope_cos_sin(
-        self, positions: NDArray[np.int64], max_seq_len: int | None = None, local: bool = False
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Cosines and sines [positions, head_dim / 2]; pairs that are not turned get 1 and 0.
-
-        Args:
-            positions: from 0 on.
-            max_seq_len: rows of the cache that they are for; long-context scaling can depend on it.
-            local: those of the windowed layers, for a model whose layers differ.
-
-        """
-        return self._rope_rows[local].cos_sin(positions, max_seq_len)
+        self.weight_store.load(self.load_plan.weights, progress, source if open_source is None else None)
 
     def new_kv_cache(self, max_seq_len: int, dtype: str = "f32") -> KvCache:
         """An empty KV cache on the model's device.
@@ -173,10 +75,10 @@ class Model:
 
         """
         self.check_open()
-        _check_cache(max_seq_len, dtype)
+        check_cache(max_seq_len, dtype)
         geometry = self.kv_geometry(max_seq_len, dtype)
         with self.device.lock:
-            check_kv_cache(self, self._plan.weights, geometry)
+            check_kv_cache(self, self.load_plan.weights, geometry)
             return KvCache(self.device, geometry)
 
     def forward(
@@ -194,7 +96,7 @@ class Model:
 
         """
         with InferenceContext(self.device) as context:
-            return forward_with_kv_context_persistent(self, token_ids, kv, context, DecodeMode(rung="rebuild"), logits)
+            return self.forward_with_kv_context_persistent(token_ids, kv, context, DecodeMode("rebuild"), logits)
 
     def forward_with_kv_context_persistent(
         self,
@@ -204,13 +106,33 @@ class Model:
         mode: DecodeMode | None = None,
         logits: str = "last",
     ) -> NDArray[np.float32]:
-        """The same as `forward`, through the plans that the context holds; see `vkdecode.decode`."""
-        return forward_with_kv_context_persistent(self, token_ids, kv, context, mode, logits)
+        """The same as `forward`, through the plans that the context holds.
+
+        Args:
+            token_ids: one or more ids.
+            kv: a cache made by `new_kv_cache`; the tokens' rows are appended to it.
+            context: where plans are held.
+            mode: how to realize; captured by default.
+            logits: `last` for float32 [vocab], `all` for [len(token_ids), vocab].
+
+        Raises:
+            InvalidInputError: ids outside the vocabulary, or a cache of another geometry.
+            ContextLengthError: the cache has no room for all of them; nothing was computed.
+            ClosedError: model, cache or context was closed.
+
+        """
+        if logits not in ("last", "all"):
+            raise InvalidInputError(f"logits must be 'last' or 'all', not {logits!r}")
+        parts = run_steps(self, token_ids, kv, context, mode, logits)
+        if logits == "last":
+            return cast(NDArray[np.float32], parts[-1][0])
+        rows = [cast(NDArray[np.float32], result).reshape(-1, self.vocab_size)[:tokens] for result, tokens in parts]
+        return np.concatenate(rows)
 
     @property
-    def most_candidates(self) -> int:
+    def max_candidates(self) -> int:
         """The largest `count` of `top_candidates`."""
-        return most_candidates(self)
+        return max_top_k(self)
 
     def top_candidates(
         self,
@@ -220,20 +142,37 @@ class Model:
         count: int,
         mode: DecodeMode | None = None,
     ) -> Candidates:
-        """The same step, of whose logits only the `count` highest are read; see `vkdecode.decode.top_candidates`."""
-        return top_candidates(self, token_ids, kv, context, count, mode)
+        """The same step, but only the `count` highest logits of the last token are read, best first.
+
+        Plans are shared with `forward_with_kv_context_persistent`: changing between the two builds nothing anew, and
+        each plan is recorded once for each of a row, the best token and the best 64.
+
+        Args:
+            token_ids: one or more ids.
+            kv: a cache made by `new_kv_cache`.
+            context: where plans are held.
+            count: how many, from 1 to `max_candidates`.
+            mode: how to realize; captured by default.
+
+        Raises:
+            InvalidInputError: `count` is out of its range.
+            VkDecodeError: like `forward_with_kv_context_persistent`.
+
+        """
+        most = self.max_candidates
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+            raise InvalidInputError(f"count must be a whole number from 1 to {most}, not {count!r}")
+        return cast(Candidates, run_steps(self, token_ids, kv, context, mode, "last", count)[-1][0])
 
     def prepare(self, kv: KvCache, context: InferenceContext, tokens: int, candidates: int = 0) -> None:
         """Build the plans for a request of this many tokens (1 for decoding) ahead of it, so that it need not wait.
 
         `candidates` is the `count` that `top_candidates` will be called with, 0 where all logits will be read.
         """
-        prepare(self, kv, context, tokens, candidates=candidates)
+        prepare(self, kv, context, tokens, want=candidates)
 
     def check_open(self) -> None:
-        """Raise `ClosedError` where the model or its device was closed, or its weights were never loaded."""
-        if not self._loaded:
-            raise ClosedError(f"the model {self.path.name} was only planned, so it cannot run; load it")
+        """Raise `ClosedError` where the model or its device was closed."""
         if self._closed or self.device.closed:
             raise ClosedError(f"the model {self.path.name} was closed, or its device was; load it again")
 
@@ -253,13 +192,6 @@ class Model:
 
     def __repr__(self) -> str:
         return f"Model({self.path.name}, {self.device.info.name}{', closed' if self._closed else ''})"
-
-
-def _check_cache(max_seq_len: int, dtype: str) -> None:
-    if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
-        raise InvalidInputError(f"max_seq_len must be a positive integer, not {max_seq_len!r}")
-    if dtype not in ("f32", "f16"):
-        raise InvalidInputError(f"a KV cache is 'f32' or 'f16', not {dtype!r}")
 
 
 def load_model(

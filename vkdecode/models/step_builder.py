@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vkdecode.decode import KvGeometry, StepGraph, StepOptions
-from vkdecode.graph import AttentionAttrs, Graph, KvWriteAttrs, NodeId
+from vkdecode.graph import AttentionAttrs, Graph, KvMoveAttrs, KvWriteAttrs, NodeId, SymId
 from vkdecode.models.tensors import Part, TensorTable
 from vkdecode.weights import DType
 
@@ -42,8 +42,8 @@ class StepBuilder:
         self._mask = graph.data("mask", (geometry.max_seq_len,)) if options.arm == "masked" else None
         self._kv = tuple(
             (
-                graph.kv(layer, 0, geometry.slot_shape, geometry.dtype),
-                graph.kv(layer, 1, geometry.slot_shape, geometry.dtype),
+                graph.kv(layer, 0, geometry.shape, geometry.dtype),
+                graph.kv(layer, 1, geometry.shape, geometry.dtype),
             )
             for layer in range(geometry.num_layers)
         )
@@ -126,7 +126,7 @@ class StepBuilder:
         softcap: float = 0.0,
         sinks: NodeId | None = None,
     ) -> NodeId:
-        """Causal attention over the layer's cache and this step's rows, which are put into the cache afterwards.
+        """Causal attention over the layer's cache, into which this step's rows are put before.
 
         Args:
             layer: whose cache.
@@ -140,32 +140,35 @@ class StepBuilder:
 
         """
         graph, geometry, options = self.graph, self._geometry, self.options
-        on_device = self._offset is not None
-        mask = self._mask
-        if mask is not None and window:
-            mask = self._extra("ages", (geometry.max_seq_len,))
+        masked = self._mask is not None
+        mask = self._extra("ages", (geometry.max_seq_len,)) if masked and window else self._mask
+        cached_len: SymId | int | None = None
+        attended_len: SymId | int | None = None
+        if self._offset is None and not masked:
+            cached_len, attended_len = self._cached_len, self._attended_len
+        elif self._offset is None:  # a held recording cannot know the offset: this step's rows land behind all others
+            cached_len, attended_len = geometry.max_seq_len, geometry.max_seq_len + options.seq
+        heads, head_dim = geometry.num_key_value_heads, geometry.head_dim
+        caches, count = self._kv[layer], self._token_count
+        written = graph.kv_write(k, v, caches, count, KvWriteAttrs(heads, head_dim, cached_len), self._offset)
         attrs = AttentionAttrs(
-            heads=graph.node(q).shape[1] // geometry.head_dim,
-            kv_heads=geometry.num_key_value_heads,
-            head_dim=geometry.head_dim,
-            scale=geometry.head_dim**-0.5 if scale is None else scale,
-            arm=options.arm,
-            offset_on_device=on_device,
-            attended_len=None if on_device else self._attended_len,
+            heads=graph.node(q).shape[1] // head_dim,
+            kv_heads=heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5 if scale is None else scale,
+            max_seq_len=geometry.max_seq_len,
+            masked=masked,
+            attended_len=attended_len,
             window=window,
             softcap=softcap,
             sinks=sinks is not None,
         )
-        reads_offset = self._offset if options.arm == "bounded" else None
-        result = graph.attention((q, k, v), self._kv[layer], self._token_count, attrs, mask, reads_offset, sinks)
-        write = KvWriteAttrs(
-            geometry.num_key_value_heads,
-            geometry.head_dim,
-            None if on_device else self._cached_len,
-            self._token_count_sym,
-        )
-        for x, cache in zip((k, v), self._kv[layer], strict=True):
-            self._effects.append(graph.kv_write(x, cache, result, write, self._offset, self._token_count))
+        result = graph.attention(q, caches, written, count, attrs, mask, self._offset, sinks)
+        if isinstance(cached_len, int):
+            move = KvMoveAttrs(
+                heads, head_dim, geometry.max_seq_len, options.seq, self._cached_len, self._token_count_sym
+            )
+            self._effects.append(graph.kv_move(caches, result, move))
         return result
 
     def wants_logits(self) -> bool:
@@ -179,7 +182,9 @@ class StepBuilder:
         return self.graph.last_row(x, self._token_count)
 
     def finish(self, logits: NodeId) -> StepGraph:
-        """The finished step."""
+        """The finished step; one without logits ends in a single row, which tells that it ran."""
+        if not self.wants_logits():
+            logits = self.last_row(logits)
         return StepGraph(
             self.graph,
             self.options.seq,

@@ -7,18 +7,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.errors import DeviceLostError
-from vkdecode.gpu import Algorithm, Device, Recording, Run, Step, Storage, Sync, Upload, first_units
+from vkdecode.gpu import (
+    Algorithm,
+    Barrier,
+    Command,
+    Device,
+    Download,
+    Recording,
+    Run,
+    Storage,
+    StorageKind,
+    Upload,
+    first_units,
+)
 from vkdecode.graph import NodeId, SymEnv
+from vkdecode.runtime.arena import ArenaPool
 from vkdecode.runtime.plan import Dispatch, Plan, steps_for
-from vkdecode.runtime.slots import SlotPool
-
-# A NaN that no arithmetic gives: quiet NaNs from a shader carry no such payload.
-_UNWRITTEN = 0x7FEDDEAD
 
 
 class StorageCache:
-    """The storages of a graph's constants: weights, KV slots and per-step data."""
+    """The storages of a graph's constants: weights, KV caches and the data of a step."""
 
     def __init__(self, storages: Mapping[NodeId, Storage] | None = None) -> None:
         self._storages = dict(storages or {})
@@ -46,48 +54,48 @@ class StorageCache:
 class Executable:
     """A plan with its storages and algorithms.
 
-    Making an algorithm is nearly all that a plan costs. So dispatches that differ only in where their weights lie in
-    one buffer, as those of a prompt's layers do, share one, and where that is comes with the dispatch.
+    Making an algorithm is nearly all that a plan costs. Dispatches that differ only in where their values lie, as those
+    of the layers do, share one; where that is comes with the dispatch.
 
     Args:
         device: where it runs.
         plan: what runs.
         cache: storages of the plan's constants; read now, and again for the nodes named to `rebind`.
-        pool: where activations come from that other plans use too; None for storages of its own.
+        pool: where activations and results come from that other plans use too; results are gone when one of them runs.
 
     Attributes:
-        bytes_read: how many bytes of results were copied out of the host-visible twins so far.
+        bytes_read: how many bytes of results were copied out of the staging buffers so far.
 
     """
 
-    def __init__(self, device: Device, plan: Plan, cache: StorageCache, pool: SlotPool | None = None) -> None:
+    def __init__(self, device: Device, plan: Plan, cache: StorageCache, pool: ArenaPool) -> None:
         self.plan = plan
         self._device = device
-        self._constants = {node: cache[node] for node in plan.constants}
-        self._slots: list[Storage] = []
-        self._shared = pool is not None
-        self._algorithms: list[Algorithm] = []
+        self._storages = {node: cache[node] for node in plan.constants}
         self.bytes_read = 0
-        try:
-            self._slots = (pool or SlotPool(device)).take(plan.slot_bytes)
-            self._algorithms = list(self._make(range(len(plan.dispatches))).values())
-        except BaseException:
-            self.close()
-            raise
+        results = pool.take(list(plan.results.values()), StorageKind.STAGED)
+        self._storages |= zip(plan.results, results, strict=True)
+        self._arenas = pool.take(plan.arena_bytes, StorageKind.DEVICE)
+        for node, span in plan.spans.items():
+            self._storages[node] = self._arenas[-1 - span.place].part(span.start, span.end - span.start)
+        self._algorithms = list(self._make(range(len(plan.dispatches))).values())
+
+    @property
+    def arenas(self) -> tuple[Storage, ...]:
+        """The memory of the activations."""
+        return tuple(self._arenas)
 
     def storage(self, node: NodeId) -> Storage:
-        """The storage of a constant or of an activation; an activation's is reused by later segments."""
-        if node in self._constants:
-            return self._constants[node]
-        return self._slots[self.plan.slots[node]]
+        """The storage of a constant, a result or an activation; an activation's holds others before and after it."""
+        return self._storages[node]
 
     def rebind(self, storages: Mapping[NodeId, Storage]) -> None:
         """Point constants at other storages and make the algorithms that bind them again; recordings become stale.
 
         Where one cannot be made, everything stays as it was.
         """
-        before = self._constants
-        self._constants = {**before, **storages}
+        before = self._storages
+        self._storages = {**before, **storages}
         try:
             remade = self._make(
                 index
@@ -95,28 +103,33 @@ class Executable:
                 if any(node in storages for node in dispatch.bindings)
             )
         except BaseException:
-            self._constants = before
+            self._storages = before
             raise
         for index, algorithm in remade.items():
             self._algorithms[index] = algorithm
 
-    def record(self, env: SymEnv, include: Callable[[Dispatch], bool] = lambda _: True) -> list[Recording]:
-        """Record the segments with these symbol values, leaving out dispatches for which `include` says no.
+    def record(
+        self, env: SymEnv, include: Callable[[Dispatch], bool] = lambda _: True, results: Sequence[NodeId] | None = None
+    ) -> list[Recording]:
+        """Record the submissions with these symbol values, leaving out dispatches for which `include` says no.
 
-        Leaving one out is right only where nothing that stays depends on it.
+        Leaving one out is right only where nothing that stays depends on it. `results` are those to be copied to the
+        host at the end, None for all.
         """
+        order = steps_for(self.plan, include)
+        wholes = {self.storage(node).whole: None for node in self.plan.data}
         recordings: list[Recording] = []
-        targets = {id(self.storage(node)) for node in self.plan.targets}
-        for steps in steps_for(self.plan, include):
-            made: list[Step] = []
+        for number, steps in enumerate(order):
+            made: list[Command] = [Upload(tuple(wholes))] if wholes and number == 0 else []
             for step in steps:
                 if step.kind == "run":
                     made.append(self._run(step.dispatch, env))
                 else:
-                    storages = tuple(self.storage(node) for node in step.buffers)
-                    made.append(Upload(storages) if step.kind == "upload" else Sync(storages))
+                    made.append(Barrier(tuple({self._at(place): None for place in step.places})))
+            if number == len(order) - 1:
+                wanted = self.plan.results if results is None else results
+                made.append(Download(tuple(self.storage(node) for node in wanted)))
             recordings.append(Recording(self._device, made))
-            recordings[-1].watched = tuple(one for one in recordings[-1].synced if id(one) in targets)
         return recordings
 
     def record_effects(self, env: SymEnv, include: Callable[[Dispatch], bool]) -> Recording:
@@ -124,47 +137,28 @@ class Executable:
         chosen = [index for index, dispatch in enumerate(self.plan.dispatches) if include(dispatch)]
         return Recording(self._device, [self._run(index, env) for index in chosen])
 
-    def submit(self, recordings: Sequence[Recording]) -> None:
-        """Run recordings of this executable, the last of which copies the targets to the host.
-
-        Kompute does not report a lost device. So the targets' host copies are marked before, and must have been written
-        over afterwards.
-
-        Raises:
-            DeviceLostError: it was not.
-
-        """
-        marks = [storage.words for recording in recordings for storage in recording.watched]
-        for mark in marks:
-            mark[0] = _UNWRITTEN
-        for recording in recordings:
-            recording.submit()
-        if any(mark[0] == _UNWRITTEN for mark in marks):
-            kernels = [key for recording in recordings for key in recording.kernels]
-            raise DeviceLostError(
-                f"device {self._device.info} did not finish a submission of {len(kernels)} dispatches, the last of "
-                f"them '{kernels[-1]}'; close the device and open a new one"
-            )
-
     def read(self, node: NodeId, count: int | None = None) -> NDArray[np.float32]:
-        """A copy of a target's values, or of so many from the first on, flat, after a submission.
+        """A copy of a result's values, or of so many from the first on, flat, after a submission that copied it.
 
         A storage is rounded up to 16 bytes; what is behind the values is left out.
         """
-        if count is None:
-            count = self.plan.slot_bytes[self.plan.slots[node]] // 4
-        values = np.array(self.storage(node).data[:count], np.float32)
+        values = np.array(self.storage(node).data[: self.plan.results[node] // 4 if count is None else count])
         self.bytes_read += values.nbytes
         return values
 
+    def fetch(self, node: NodeId) -> NDArray[np.float32]:
+        """Copy a result to the host that the last submission left out, and read it."""
+        Recording(self._device, [Download((self.storage(node),))]).submit()
+        return self.read(node)
+
     def close(self) -> None:
-        """Give the activations back, unless another plan uses them, and let go of the constants."""
+        """Let go of everything; activations and results are freed with the last plan that uses them."""
         self._algorithms.clear()
-        self._constants = {}
-        if not self._shared:
-            for storage in self._slots:
-                storage.close()
-        self._slots.clear()
+        self._storages = {}
+        self._arenas = []
+
+    def _at(self, place: int) -> Storage:
+        return self._arenas[-1 - place] if place < 0 else self.storage(NodeId(place)).whole
 
     def _run(self, index: int, env: SymEnv) -> Run:
         dispatch = self.plan.dispatches[index]
@@ -172,7 +166,7 @@ class Executable:
         return Run(self._algorithms[index], push | first_units(dispatch.kernel, self._bound(dispatch)))
 
     def _bound(self, dispatch: Dispatch) -> list[Storage]:
-        return [self.storage(node) for node in dispatch.bindings]
+        return [self._storages[node] for node in dispatch.bindings]
 
     def _make(self, indices: Iterable[int]) -> dict[int, Algorithm]:
         """Algorithms for these dispatches, one for all that are alike."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-
-import numpy as np
+from itertools import zip_longest
 
 from vkdecode.gpu import DeviceInfo, Lanes, check_buffer, check_dispatch, largest_buffer, storage_bytes
 from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec
 from vkdecode.runtime.passes import check_cached_rows
-from vkdecode.runtime.plan import Plan
+from vkdecode.runtime.plan import Plan, value_bytes
 from vkdecode.runtime.weight_layout import weight_bytes
 from vkdecode.weights import DType
 
@@ -21,8 +20,8 @@ class PlanFootprint:
     """What an executable of a plan allocates beside weights and KV caches.
 
     Attributes:
-        activations: bytes on the device of the activations and the data bound for each step.
-        staging: bytes of their host-visible twins.
+        activations: bytes on the device of the arenas, the results and the data bound for each step.
+        staging: bytes of the staging buffers of results and data.
         allocations: how many allocations that takes.
 
     """
@@ -45,15 +44,21 @@ class PlanFootprint:
 
 
 def footprint(*plans: tuple[Graph, Plan]) -> PlanFootprint:
-    """What executables of these plans allocate that share their activations: slots and data, each with its twin."""
-    slots: Counter[int] = Counter()
-    sizes: list[int] = []
+    """What executables of these plans allocate that share their arenas and results, the largest one made first."""
+    arenas: list[int] = []
+    results: Counter[int] = Counter()
+    data: list[int] = []
     for graph, plan in plans:
-        slots |= Counter(plan.slot_bytes)
-        sizes += [_plain_bytes(graph, node) for node in plan.constants if graph.node(node).op is Op.DATA]
-    sizes += slots.elements()
-    total = sum(map(storage_bytes, sizes))
-    return PlanFootprint(total, total, 2 * len(sizes))
+        arenas = list(map(max, zip_longest(arenas, plan.arena_bytes, fillvalue=0)))
+        results |= Counter(map(storage_bytes, plan.results.values()))
+        data.append(data_bytes(graph, plan.data))
+    staging = sum(results.elements()) + sum(data)
+    return PlanFootprint(sum(arenas) + staging, staging, len(arenas) + 2 * (results.total() + len(data)))
+
+
+def data_bytes(graph: Graph, nodes: Iterable[NodeId]) -> int:
+    """Bytes of the one storage that the data of a step lie in, one behind the other."""
+    return sum(storage_bytes(value_bytes(graph, node)) for node in nodes)
 
 
 def weight_constants(graph: Graph, plan: Plan) -> list[WeightSpec]:
@@ -74,27 +79,25 @@ def check_plan(graph: Graph, plan: Plan, info: DeviceInfo, lanes: Lanes) -> None
         DeviceError: which buffer or kernel, which limit, both numbers, and for a stack of experts what would fit.
 
     """
-    sizes = {node: plan.slot_bytes[slot] for node, slot in plan.slots.items()}
-    for node in plan.constants:
-        sizes[node] = _constant_bytes(graph, node, lanes)
-    for node, nbytes in sorted(sizes.items(), key=lambda one: -one[1]):  # what makes the largest fit is enough
+    arenas = {node: plan.arena_bytes[-1 - span.place] for node, span in plan.spans.items()}
+    values = {node: span.end - span.start for node, span in plan.spans.items()} | dict(plan.results)
+    constants = {node: _constant_bytes(graph, node, lanes) for node in plan.constants}
+    for node, nbytes in sorted(
+        (values | constants).items(), key=lambda one: -one[1]
+    ):  # what makes the largest fit is enough
         check_buffer(info, nbytes, _describe(graph, node), _instead(graph, node, info, lanes))
+    sizes = values | constants | arenas
     for dispatch in plan.dispatches:
         bound = [storage_bytes(sizes[node]) for node in dispatch.bindings]
         check_dispatch(info, dispatch.kernel, dispatch.spec, dispatch.workgroups, bound)
         if graph.node(dispatch.node).op is Op.ATTENTION:
-            check_cached_rows(info, lanes, dispatch.spec["HEAD_DIM"], dispatch.spec["MAX_SEQ"])
+            check_cached_rows(info, lanes, dispatch.spec["HEAD_DIM"], dispatch.spec["CACHE_ROWS"])
 
 
 def _constant_bytes(graph: Graph, node_id: NodeId, lanes: Lanes) -> int:
     if graph.node(node_id).op is Op.WEIGHT:
         return weight_bytes(graph.attrs(node_id, WeightSpec), lanes.tile, lanes.block_rows)
-    return _plain_bytes(graph, node_id)
-
-
-def _plain_bytes(graph: Graph, node_id: NodeId) -> int:
-    node = graph.node(node_id)
-    return int(np.prod(node.shape, dtype=np.int64)) * node.dtype.itemsize
+    return value_bytes(graph, node_id)
 
 
 def _describe(graph: Graph, node_id: NodeId) -> str:
@@ -102,8 +105,8 @@ def _describe(graph: Graph, node_id: NodeId) -> str:
     if node.op is Op.WEIGHT:
         return f"the weight {graph.attrs(node_id, WeightSpec).title}"
     if node.op is Op.KV:
-        slot = graph.attrs(node_id, KvAttrs)
-        return f"the {'KV'[slot.which]} cache of layer {slot.layer}, {node.shape[1]} rows,"
+        attrs = graph.attrs(node_id, KvAttrs)
+        return f"the {'KV'[attrs.which]} cache of layer {attrs.layer}, {node.shape[1]} rows,"
     return f"the {node.op.value} buffer {list(node.shape)}"
 
 

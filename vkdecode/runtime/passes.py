@@ -10,11 +10,11 @@ from vkdecode.errors import DeviceError
 from vkdecode.gpu import DeviceInfo, Lanes
 from vkdecode.runtime.block_layout import PACK
 
-MOST_PRODUCT_PASSES = 30_000
+MAX_PRODUCT_PASSES = 30_000
 """Passes that an invocation of linear.comp may take, with room to spare."""
 
-_MOST_QUERIES = 4  # of a workgroup of attention.comp in the shared form
-_MOST_ATTENTION_PASSES = 60_000  # over cached rows; the rest is for the rows of the step itself
+_MAX_QUERIES = 4  # of a workgroup of attention.comp in the shared form
+_MAX_ATTENTION_PASSES = 60_000  # over cached rows; the rest is for the rows of the step itself
 _ATTENTION_WORKGROUP = 64
 
 
@@ -40,16 +40,16 @@ def attention_workgroup(lanes: Lanes) -> int:
     return lanes.tile if lanes.form == "subgroup" else min(_ATTENTION_WORKGROUP, lanes.workgroup)
 
 
-def most_cached_rows(lanes: Lanes, head_dim: int) -> int:
+def max_cached_rows(lanes: Lanes, head_dim: int) -> int:
     """Rows of a KV cache that attention.comp gets through before Mesa's CPU driver would end its loops."""
     workgroup, words = attention_workgroup(lanes), head_dim // 4
     if lanes.form == "subgroup":
         each = 1 + 1 + -(-words // workgroup)
     else:
         parts = max(workgroup // words, 1)
-        reductions = _MOST_QUERIES * (1 + workgroup.bit_length())
+        reductions = _MAX_QUERIES * (1 + workgroup.bit_length())
         each = 1 + (1 + words) + reductions + (1 + -(-workgroup // parts))
-    return _MOST_ATTENTION_PASSES // each * workgroup
+    return _MAX_ATTENTION_PASSES // each * workgroup
 
 
 def check_cached_rows(info: DeviceInfo, lanes: Lanes, head_dim: int, rows: int) -> None:
@@ -59,7 +59,7 @@ def check_cached_rows(info: DeviceInfo, lanes: Lanes, head_dim: int, rows: int) 
         DeviceError: the device is a CPU driver and the cache is longer; the longest length is named.
 
     """
-    most = most_cached_rows(lanes, head_dim)
+    most = max_cached_rows(lanes, head_dim)
     if info.kind == "cpu" and rows > most:
         raise DeviceError(
             f"a KV cache of {rows} rows is too long for device {info}: CPU drivers end the loops of a kernel before "

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vkdecode.errors import ConfigError, DeviceError
 from vkdecode.gpu import ROW_TILES
-from vkdecode.graph import MostUnits, RowPick, WeightSpec
+from vkdecode.graph import MaxUnits, RowPick, WeightSpec
 from vkdecode.runtime.block_layout import BLOCK_LAYOUTS, PACK, block_words
 from vkdecode.weights.dtypes import DType
 
@@ -29,24 +29,26 @@ def _row_words(dtype: DType, columns: int) -> int:
     return -(-columns // PACK) * PACK * dtype.itemsize // 4
 
 
-def row_slots(spec: WeightSpec, tile: int, block_rows: int) -> Rows:
+def device_rows(spec: WeightSpec, tile: int, block_rows: int) -> Rows:
     """For each row slot on the device the row of the stacked parts that it holds, or -1 for padding; int64 [slots].
 
-    Paired orders put the first rows of `tile` pairs into one tile and their partners into the next. Each expert of a
-    stack starts a block.
+    Gated pairs have the first rows of `tile` pairs in one tile and their partners in the next. Rotary pairs come two to
+    a lane, neighbours in their head: four tiles hold the first rows of the even ones, their partners, and the same of
+    the odd ones. Each expert of a stack starts a block.
     """
     if spec.experts:
-        return np.concatenate([row_slots(one, tile, block_rows) for one in _each_expert(spec)])
-    part = slice(spec.first_unit, spec.first_unit + spec.units)
+        return np.concatenate([device_rows(one, tile, block_rows) for one in _each_expert(spec)])
+    units = slice(spec.first_unit, spec.first_unit + spec.units)
     if spec.order == "plain":
-        rows = np.arange(spec.rows)[part]
+        rows = np.arange(spec.rows)[units]
     else:
-        first, second = (half[part] for half in (_gated_pairs(spec) if spec.order == "gated" else _rope_pairs(spec)))
-        pairs = -(-first.size // tile) * tile
+        each = 1 if spec.order == "gated" else 2  # pairs of a lane that are neighbours
+        first, second = (half[units] for half in (_gated_pairs(spec) if each == 1 else _rope_pairs(spec)))
+        pairs = -(-first.size // (each * tile)) * each * tile
         padded = np.full((2, pairs), -1, np.int64)
         padded[0, : first.size] = first
         padded[1, : second.size] = second
-        rows = padded.reshape(2, -1, tile).transpose(1, 0, 2).reshape(-1)
+        rows = padded.reshape(2, -1, tile, each).transpose(1, 3, 0, 2).reshape(-1)
     slots = np.full(-(-rows.size // block_rows) * block_rows, -1, np.int64)
     slots[: rows.size] = rows
     return slots
@@ -122,22 +124,20 @@ def weight_bytes(spec: WeightSpec, tile: int, block_rows: int) -> int:
     return slots * 4 if spec.vector else packed_bytes(spec, slots)
 
 
-def most_units(buffer_bytes: int, block_rows: int, where: str) -> MostUnits:
+def max_units(buffer_bytes: int, block_rows: int, where: str) -> MaxUnits:
     """How many rows, or pairs of rows, of a weight a storage buffer of this size may hold; what splitting asks.
 
     The function that it returns raises `DeviceError`, naming `where`, if not even the smallest part fits: parts are
-    whole blocks of rows, and a rotary weight's are whole heads.
+    whole blocks of rows.
     """
 
     def units(spec: WeightSpec) -> int:
         row_bytes = packed_bytes(spec, 1)
-        slots = buffer_bytes // row_bytes
-        slots -= slots % block_rows
-        least = -(-spec.head_dim // block_rows) * block_rows if spec.order == "rope" else block_rows
-        if slots < least:
+        slots = buffer_bytes // row_bytes // block_rows * block_rows
+        if not slots:
             raise DeviceError(
                 f"not even one block of rows of {spec.title} fits one storage buffer of {where}: "
-                f"{least * row_bytes} bytes, and {buffer_bytes} are allowed"
+                f"{block_rows * row_bytes} bytes, and {buffer_bytes} are allowed"
             )
         return slots if spec.order == "plain" else slots // 2
 

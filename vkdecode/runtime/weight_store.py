@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vkdecode.errors import ClosedError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Lanes, Storage, Uploader, storage_bytes
 from vkdecode.graph import RowPick, WeightSpec
-from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, row_slots, weight_bytes
+from vkdecode.runtime.weight_layout import device_rows, pack_rows, packed_bytes, picked_rows, weight_bytes
 from vkdecode.weights import DType, WeightSource
 from vkdecode.weights.recode import recode_rows
 
@@ -118,7 +118,7 @@ class WeightStore:
         return list(groups.values())
 
     def _fill(self, storage: Storage, spec: WeightSpec, source: WeightSource, uploader: Uploader) -> None:
-        slots = row_slots(spec, self.lanes.tile, self.lanes.block_rows)
+        slots = device_rows(spec, self.lanes.tile, self.lanes.block_rows)
         if spec.vector:
             values = _gather(source, spec, slots).reshape(-1)
             uploader.write(storage, 0, values.astype(np.float32) + 1 if spec.plus_one else values)

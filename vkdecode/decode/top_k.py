@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.decode.step_graph import StepGraph, StepOptions
-from vkdecode.graph import NodeId, TopKAttrs, splice_host_copy
+from vkdecode.graph import NodeId, TopKAttrs
 
-MOST_CANDIDATES = 64
+MAX_TOP_K = 64
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Candidates:
     in it.
 
     Attributes:
-        token_ids: int64 [count], best first; of equal logits the lower ids.
-        logits: float32 [count], to the bit those of the row.
+        token_ids: int64 [k], best first; of equal logits the lower ids.
+        logits: float32 [k], to the bit those of the row.
 
     """
 
@@ -35,29 +35,24 @@ class Candidates:
     logits: NDArray[np.float32]
 
 
-def with_candidates(step: StepGraph, options: StepOptions) -> StepGraph:
-    """The step with its lists of candidates, where it ends in one row of logits; the graph is changed in place."""
+def with_top_k(step: StepGraph, options: StepOptions) -> StepGraph:
+    """The step with its lists of the highest logits, where it ends in one row; the graph is changed in place."""
     if options.logits != "last":
         return step
     graph = step.graph
     groups = graph.group_max(step.logits)
-    counts = sorted({1, min(MOST_CANDIDATES, graph.node(step.logits).shape[1])})
-    return replace(step, candidates=tuple(graph.top_k(step.logits, groups, count) for count in counts))
+    sizes = sorted({1, min(MAX_TOP_K, graph.node(step.logits).shape[1])})
+    return replace(step, top_k=tuple(graph.top_k(step.logits, groups, k) for k in sizes))
 
 
-def host_copies(step: StepGraph) -> tuple[NodeId, ...]:
-    """A device-to-host COPY behind each list of candidates, as `prepare` puts one behind the logits."""
-    return tuple(splice_host_copy(step.graph, node) for node in step.candidates)
-
-
-def candidates_node(step: StepGraph, count: int) -> NodeId | None:
-    """The shortest list that holds `count` candidates, or None."""
-    return next((node for node in step.candidates if step.graph.attrs(node, TopKAttrs).k >= count), None)
+def top_k_node(step: StepGraph, k: int) -> NodeId | None:
+    """The shortest list that holds `k` values, or None."""
+    return next((node for node in step.top_k if step.graph.attrs(node, TopKAttrs).k >= k), None)
 
 
 def left_out(step: StepGraph, wanted: NodeId) -> frozenset[NodeId]:
     """The nodes behind the logits that nobody needs who wants this one."""
-    behind = set(step.graph.reachable(step.candidates)) - set(step.graph.reachable([step.logits]))
+    behind = set(step.graph.reachable(step.top_k)) - set(step.graph.reachable([step.logits]))
     return frozenset(behind - set(step.graph.reachable([wanted])))
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from vkdecode.decode.session import DecodeSession, Prebuilt
+from vkdecode.decode.step_graph import StepOptions
 from vkdecode.errors import ClosedError, InvalidInputError
-from vkdecode.gpu import Device
-from vkdecode.graph import FUSIONS, Fusion, Graph, NodeId, Op, OptimizedGraph, SymEnv, optimize_graph, splice_host_copy
-from vkdecode.runtime.executable import Executable, StorageCache
-from vkdecode.runtime.footprint import check_plan
-from vkdecode.runtime.plan import WORK_PER_SUBMISSION, buffer_of, check_topology, lower
-from vkdecode.runtime.slots import SlotPool
-from vkdecode.runtime.weight_layout import most_units
+from vkdecode.gpu import Device, lanes_of
+from vkdecode.graph import FUSIONS, Fusion, Graph, NodeId, OptimizedGraph, SymEnv, optimize_graph, splice_host_copy
+from vkdecode.runtime import (
+    WORK_PER_SUBMISSION,
+    ArenaPool,
+    Executable,
+    StorageCache,
+    buffer_of,
+    check_plan,
+    check_topology,
+    lower,
+    max_units,
+)
 
 
 @dataclass
@@ -37,30 +44,28 @@ class Stats:
     prefill_recordings_made: int = 0
     prefill_replays: int = 0
 
+    def count_recording(self, seq: int) -> None:
+        """Count a recording of a plan with room for `seq` tokens."""
+        if seq == 1:
+            self.recordings_made += 1
+        else:
+            self.prefill_recordings_made += 1
+
+    def count_replay(self, seq: int, one_off: bool) -> None:
+        """Count a submission of a held recording."""
+        if seq == 1:
+            self.tokens_replayed += 1
+        else:
+            self.prefill_replays += 1
+        self.one_off_recordings += one_off
+
 
 def optimize_for(
     device: Device, graph: Graph, roots: tuple[NodeId, ...], fusions: Sequence[Fusion] = FUSIONS
 ) -> OptimizedGraph:
     """Optimize a graph for a device: placed on it, and with no weight larger than its buffers may be."""
-    most = most_units(device.largest_buffer_bytes, device.lanes.block_rows, f"device {device.info}")
-    return optimize_graph(graph, roots, device.location, fusions=fusions, most_units=most)
-
-
-class Closable(Protocol):
-    """Anything a context can hold and must close."""
-
-    def close(self) -> None:
-        """Give back what it took."""
-        ...
-
-
-@dataclass(frozen=True)
-class Prebuilt:
-    """What the first build of a graph leaves: the copied-out root, the optimization, and the kernels made ready."""
-
-    effective_target: NodeId
-    optimized: OptimizedGraph
-    executable: Executable
+    most = max_units(device.largest_buffer_bytes, lanes_of(device).block_rows, f"device {device.info}")
+    return optimize_graph(graph, roots, device.location, fusions=fusions, max_units=most)
 
 
 class InferenceContext:
@@ -85,9 +90,9 @@ class InferenceContext:
         self.fusions = tuple(fusions)
         self.stats = Stats()
         self.result_bytes_read = 0  # what the host has read of logits and candidates, over all steps
-        self._decode_session: Any = None
-        self._held: dict[Any, Closable] = {}
-        self._pool = SlotPool(device)
+        self._decode_session: DecodeSession | None = None
+        self._held: dict[StepOptions, DecodeSession] = {}
+        self._pool = ArenaPool(device)
         self._closed = False
 
     def prebuild_optimized_as_with_env(
@@ -96,8 +101,6 @@ class InferenceContext:
         target: NodeId,
         effects: Sequence[NodeId],
         bind: Callable[[Graph, Sequence[NodeId]], StorageCache],
-        cut_after: Collection[Op] = (),
-        share_activations: bool = False,
     ) -> tuple[Prebuilt, StorageCache]:
         """Prepare (splice the device-to-host copy at the target), optimize, plan, and make the kernels ready.
 
@@ -106,8 +109,6 @@ class InferenceContext:
             target: the node whose value is wanted.
             effects: nodes realized for what they write.
             bind: gives the storages of the constants that the plan needs.
-            cut_after: operations whose dispatch ends a submission.
-            share_activations: with the other plans of this context that say so; results are gone when one of them runs.
 
         Raises:
             DeviceError: the plan breaks a limit of the device; nothing was bound or allocated.
@@ -117,11 +118,11 @@ class InferenceContext:
             raise ClosedError("this InferenceContext was closed; make a new one")
         effective_target = splice_host_copy(graph, target)
         optimized = optimize_for(self.device, graph, (effective_target, *effects), self.fusions)
-        plan = lower(graph, optimized, self.device.lanes, cut_after, self._work_per_submission)
-        check_plan(graph, plan, self.device.info, self.device.lanes)
+        device, lanes = self.device, lanes_of(self.device)
+        plan = lower(graph, optimized, lanes, device.largest_buffer_bytes, self._work_per_submission)
+        check_plan(graph, plan, device.info, lanes)
         cache = bind(graph, plan.constants)
-        pool = self._pool if share_activations else None
-        return Prebuilt(effective_target, optimized, Executable(self.device, plan, cache, pool)), cache
+        return Prebuilt(effective_target, optimized, Executable(device, plan, cache, self._pool)), cache
 
     def realize_prebuilt_as_with_env(self, graph: Graph, prebuilt: Prebuilt, env: SymEnv) -> NDArray[np.float32]:
         """Record and run a prebuilt graph once, without preparing or optimizing it again; the target's values, flat.
@@ -131,7 +132,8 @@ class InferenceContext:
 
         """
         check_topology(graph, prebuilt.optimized)
-        prebuilt.executable.submit(prebuilt.executable.record(env))
+        for recording in prebuilt.executable.record(env):
+            recording.submit()
         return prebuilt.executable.read(buffer_of(graph, prebuilt.effective_target))
 
     @property
@@ -139,20 +141,20 @@ class InferenceContext:
         """Whether a decode session is kept."""
         return self._decode_session is not None
 
-    def take_decode_session(self) -> Any:
+    def take_decode_session(self) -> DecodeSession | None:
         """Hand over the kept decode session, or None; the context no longer holds it."""
         session, self._decode_session = self._decode_session, None
         return session
 
-    def put_decode_session(self, session: Any) -> None:
+    def put_decode_session(self, session: DecodeSession | None) -> None:
         """Keep a decode session for the next step; one that was kept before is closed."""
         if self._decode_session is not None and self._decode_session is not session:
             self._decode_session.close()
         self._decode_session = session
 
     @property
-    def held(self) -> dict[Any, Closable]:
-        """Other plans kept between steps, by key; the context closes them with itself."""
+    def held(self) -> dict[StepOptions, DecodeSession]:
+        """The plans of prompts kept between steps; the context closes them with itself."""
         return self._held
 
     def close(self) -> None:

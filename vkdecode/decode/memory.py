@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from vkdecode.decode import CHUNK_SIZES, DecodeModel, KvGeometry, StepOptions, plan_step, prompt_steps
+from vkdecode.decode.held_plans import plan_step
+from vkdecode.decode.kv_cache import KvGeometry
+from vkdecode.decode.step import CHUNK_SIZES, prompt_steps
+from vkdecode.decode.step_graph import PlannedModel, StepOptions
 from vkdecode.errors import DeviceError, OutOfDeviceMemoryError
-from vkdecode.gpu import Device, Lanes, largest_buffer, storage_bytes
+from vkdecode.gpu import Device, Lanes, lanes_of, largest_buffer, storage_bytes
 from vkdecode.graph import Graph, WeightSpec
-from vkdecode.runtime import (
-    Plan,
-    PlanFootprint,
-    check_cached_rows,
-    check_plan,
-    footprint,
-    weight_constants,
-    weights_bytes,
-)
+from vkdecode.runtime import Plan, check_cached_rows, check_plan, footprint, weight_constants, weights_bytes
 from vkdecode.weights import DType
 
 # Rows of the smallest cache that loading a model makes sure of: one chunk of a prompt.
@@ -34,9 +29,9 @@ class MemoryReport:
         kv_dtype: its element type.
         weights: the weights as they are held, padding included.
         kv_cache: K and V of all layers.
-        decode_activations: the decode plan's activations and per-step data.
-        prefill_activations: the same of the plans that a prompt takes which fills the cache but for one row.
-        staging: host-visible twins of all activations; counted against the heap, since integrated devices have one.
+        activations: of the plans that a prompt takes which fills the cache but for one row, and of the decode plan;
+            with what each step binds and gives.
+        staging: the staging buffers of the latter two; counted against the heap, since integrated devices have one.
         heap: the device's memory.
 
     """
@@ -45,15 +40,14 @@ class MemoryReport:
     kv_dtype: str
     weights: int
     kv_cache: int
-    decode_activations: int
-    prefill_activations: int
+    activations: int
     staging: int
     heap: int
 
     @property
     def total(self) -> int:
         """Bytes in all."""
-        return self.weights + self.kv_cache + self.decode_activations + self.prefill_activations + self.staging
+        return self.weights + self.kv_cache + self.activations + self.staging
 
     @property
     def fits(self) -> bool:
@@ -64,9 +58,8 @@ class MemoryReport:
         parts = (
             ("weights", self.weights),
             (f"KV cache, {self.max_seq_len} rows of {self.kv_dtype}", self.kv_cache),
-            ("decode activations", self.decode_activations),
-            ("prefill activations", self.prefill_activations),
-            ("host-visible twins", self.staging),
+            ("activations", self.activations),
+            ("staging buffers", self.staging),
             ("total", self.total),
             ("device memory", self.heap),
         )
@@ -75,17 +68,30 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is known of a model before anything is uploaded: its weights, and how wide a step may be."""
+    """What is known of a model before anything is uploaded: its weights, and how wide a step may be.
+
+    `steps` are the decode step and the smallest chunk of a prompt, over a cache of `MINIMAL_ROWS` rows.
+    """
 
     weights: tuple[WeightSpec, ...]
-    most_tokens: int
-    most_tokens_of_all_logits: int
+    max_tokens: int
+    max_tokens_of_all_logits: int
+    steps: tuple[tuple[Graph, Plan], ...]
 
 
-def plan_load(model: DecodeModel, check: bool = True) -> LoadPlan:
-    """Plan the decode step and the smallest chunk of a prompt, and check both and their memory against the device.
+def plan_load(model: PlannedModel) -> LoadPlan:
+    """Plan what every use of a model needs; nothing is checked, so that a device that is too small has numbers too."""
+    geometry = model.kv_geometry(MINIMAL_ROWS, "f32")
+    buffer = model.device.largest_buffer_bytes
+    largest = buffer // (4 * _widest_activation(model, geometry))
+    sizes = (1, CHUNK_SIZES[0]) if largest >= CHUNK_SIZES[0] else (1,)
+    steps = tuple(plan_step(model, _options(model, seq, "last"), geometry) for seq in sizes)
+    weights = tuple(dict.fromkeys(spec for one in steps for spec in weight_constants(*one)))
+    return LoadPlan(weights, largest, min(largest, buffer // (4 * model.vocab_size)), steps)
 
-    Without `check` it only plans, so that there are numbers for a device that is too small.
+
+def check_load(model: PlannedModel, plan: LoadPlan) -> None:
+    """Hold a model's plans and their memory against the device.
 
     Raises:
         DeviceError: a limit of the device does not allow them; it is named with both numbers.
@@ -93,44 +99,34 @@ def plan_load(model: DecodeModel, check: bool = True) -> LoadPlan:
 
     """
     device, geometry = model.device, model.kv_geometry(MINIMAL_ROWS, "f32")
-    buffer = largest_buffer(device.info)
-    most = buffer // (4 * _widest_activation(model, geometry))
-    most_all = min(most, buffer // (4 * model.vocab_size))
-    sizes = (1, CHUNK_SIZES[0]) if most >= CHUNK_SIZES[0] else (1,)
-    plan_one = _checked_plan if check else plan_step
-    made = [plan_one(model, _options(model, seq, "last"), geometry) for seq in sizes]
-    weights = tuple(dict.fromkeys(spec for one in made for spec in weight_constants(*one)))
-    plans = sum((footprint(one) for one in made), PlanFootprint())
-    if check:
-        _check_memory(device, model.lanes, weights, kv_bytes(geometry), plans.total)
-        _check_allocations(device, len(weights) + 2 * geometry.num_layers + plans.allocations)
-    return LoadPlan(weights, most, most_all)
+    for one in plan.steps:
+        check_plan(*one, device.info, lanes_of(device))
+    taken = footprint(*plan.steps)
+    _check_memory(device, lanes_of(device), plan.weights, kv_bytes(geometry), taken.total)
+    _check_allocations(device, len(plan.weights) + 2 * geometry.num_layers + taken.allocations)
 
 
-def memory_report(model: DecodeModel, weights: Sequence[WeightSpec], max_seq_len: int, kv_dtype: str) -> MemoryReport:
+def memory_report(model: PlannedModel, weights: Sequence[WeightSpec], max_seq_len: int, kv_dtype: str) -> MemoryReport:
     """The bytes of a model with a cache of this length and the plans of a prompt that fills it but for one row."""
     geometry = model.kv_geometry(max_seq_len, kv_dtype)
-    steps = prompt_steps(model, max_seq_len - 1 or 1)
-    decode = footprint(*(plan_step(model, one, geometry) for one in steps if one.seq == 1))
-    prefill = footprint(*(plan_step(model, one, geometry) for one in steps if one.seq > 1))
+    taken = footprint(*(plan_step(model, one, geometry) for one in prompt_steps(model, max_seq_len - 1 or 1)))
     return MemoryReport(
         max_seq_len=max_seq_len,
         kv_dtype=kv_dtype,
-        weights=weights_bytes(weights, model.lanes),
+        weights=weights_bytes(weights, lanes_of(model.device)),
         kv_cache=kv_bytes(geometry),
-        decode_activations=decode.activations,
-        prefill_activations=prefill.activations,
-        staging=decode.staging + prefill.staging,
+        activations=taken.activations,
+        staging=taken.staging,
         heap=model.device.info.heap_bytes,
     )
 
 
 def kv_bytes(geometry: KvGeometry) -> int:
     """Bytes of a whole cache."""
-    return 2 * geometry.num_layers * storage_bytes(geometry.slot_bytes)
+    return 2 * geometry.num_layers * storage_bytes(geometry.nbytes)
 
 
-def check_kv_cache(model: DecodeModel, weights: Sequence[WeightSpec], geometry: KvGeometry) -> None:
+def check_kv_cache(model: PlannedModel, weights: Sequence[WeightSpec], geometry: KvGeometry) -> None:
     """Refuse a cache that the device cannot hold, before any of it is allocated.
 
     Raises:
@@ -140,39 +136,36 @@ def check_kv_cache(model: DecodeModel, weights: Sequence[WeightSpec], geometry: 
     """
     device = model.device
     buffer = largest_buffer(device.info)
-    if storage_bytes(geometry.slot_bytes) > buffer:
+    if storage_bytes(geometry.nbytes) > buffer:
+        advice = _advice(geometry.dtype, lambda dtype: replace(geometry, dtype=dtype).max_len_within(buffer))
         raise DeviceError(
-            f"a layer's K of {geometry.slot_bytes} bytes exceeds the largest storage buffer of device {device.info}, "
-            f"{buffer} bytes; {_advice(geometry.dtype, lambda dtype: buffer // _row_bytes(geometry, dtype))}"
+            f"a layer's K of {geometry.nbytes} bytes exceeds the largest storage buffer of device {device.info}, "
+            f"{buffer} bytes; {advice}"
         )
-    check_cached_rows(device.info, model.lanes, geometry.head_dim, geometry.max_seq_len)
+    check_cached_rows(device.info, lanes_of(device), geometry.head_dim, geometry.rows)
     needed = kv_bytes(geometry)
     if needed > device.free_bytes:
-        advice = _advice(geometry.dtype, lambda dtype: _most_rows(model, replace(geometry, dtype=dtype)))
+        advice = _advice(geometry.dtype, lambda dtype: _max_rows(model, replace(geometry, dtype=dtype)))
         raise OutOfDeviceMemoryError(
             f"a KV cache of {geometry.max_seq_len} rows of {geometry.dtype.value} takes {needed} bytes, device "
             f"{device.info} has {device.free_bytes} of {device.info.heap_bytes} free; {advice}"
-            f"{_lighter_weights(weights, model.lanes)}"
+            f"{_lighter_weights(weights, lanes_of(model.device))}"
         )
 
 
-def _row_bytes(geometry: KvGeometry, dtype: DType) -> int:
-    return replace(geometry, max_seq_len=1, dtype=dtype).slot_bytes
-
-
-def _most_rows(model: DecodeModel, geometry: KvGeometry) -> int:
+def _max_rows(model: PlannedModel, geometry: KvGeometry) -> int:
     """The longest cache that fits the free memory together with the plans that a prompt as long takes."""
     best = 0
     for longest in (geometry.max_seq_len, *(size + 1 for size in CHUNK_SIZES)):
         report = memory_report(model, (), min(longest, geometry.max_seq_len), geometry.dtype.value)
         left = max(model.device.free_bytes - (report.total - report.kv_cache), 0)
-        slot = min(left // (2 * geometry.num_layers), largest_buffer(model.device.info)) // 16 * 16
-        best = max(best, min(slot // _row_bytes(geometry, geometry.dtype), report.max_seq_len))
+        each = min(left // (2 * geometry.num_layers), model.device.largest_buffer_bytes) // 16 * 16
+        best = max(best, min(geometry.max_len_within(each), report.max_seq_len))
     return best
 
 
-def _advice(dtype: DType, most_rows: Callable[[DType], int]) -> str:
-    most, half = most_rows(dtype), most_rows(DType.F16) if dtype is DType.F32 else 0
+def _advice(dtype: DType, max_rows: Callable[[DType], int]) -> str:
+    most, half = max_rows(dtype), max_rows(DType.F16) if dtype is DType.F32 else 0
     fits = f"max_seq_len up to {most} fits" if most else "not even one row fits now"
     return f"use a smaller context ({fits}{f', up to {half} with dtype={DType.F16.value!r}' if half else ''})"
 
@@ -189,19 +182,13 @@ def _at_16_bits(weights: Sequence[WeightSpec], lanes: Lanes) -> tuple[int, int]:
     return halved, weights_bytes(weights, lanes) - halved
 
 
-def _checked_plan(model: DecodeModel, options: StepOptions, geometry: KvGeometry) -> tuple[Graph, Plan]:
-    graph, plan = plan_step(model, options, geometry)
-    check_plan(graph, plan, model.device.info, model.lanes)
-    return graph, plan
-
-
-def _widest_activation(model: DecodeModel, geometry: KvGeometry) -> int:
+def _widest_activation(model: PlannedModel, geometry: KvGeometry) -> int:
     """Values of a token in the widest activation of a step that leaves the logits out."""
     graph, plan = plan_step(model, _options(model, CHUNK_SIZES[0], "none"), geometry)
-    return max(graph.node(node).shape[1] for node in plan.slots)
+    return max(graph.node(node).shape[1] for node in plan.spans)
 
 
-def _options(model: DecodeModel, seq: int, logits: str) -> StepOptions:
+def _options(model: PlannedModel, seq: int, logits: str) -> StepOptions:
     arm = "bounded" if model.default_kv_offset == "device" else "masked"
     return StepOptions(seq, logits, model.default_kv_offset, arm)
 
