@@ -140,6 +140,7 @@ class DecodeSession:
         self._closed = False
         self.binding_epoch = 0
         self.capture: Capture | None = None
+        self._wanted: dict[int, NodeId] = {}
         self._left_out: dict[NodeId, frozenset[NodeId]] = {}
 
     @property
@@ -179,9 +180,12 @@ class DecodeSession:
             InvalidInputError: the plan has no list of so many.
 
         """
-        node = top_k_node(self._step, want) if want else self.logits_node
+        node = self._wanted.get(want)
         if node is None:
-            raise InvalidInputError(f"this plan has no list of the {want} highest logits; read all of them")
+            node = top_k_node(self._step, want) if want else self.logits_node
+            if node is None:
+                raise InvalidInputError(f"this plan has no list of the {want} highest logits; read all of them")
+            self._wanted[want] = node
         return node
 
     @property

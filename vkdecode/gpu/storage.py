@@ -138,9 +138,9 @@ class Storage:
     @property
     def closed(self) -> bool:
         """Whether the memory has been given back."""
-        if self._whole is not None and self._whole.closed:
-            return True
-        return self._tensor is None or (self._device is not None and self._device.closed)
+        if self._tensor is None or self._device is None:
+            return self._tensor is None
+        return self._device.closed if self._whole is None else self._whole.closed
 
     @property
     def tensor(self) -> Any:
@@ -176,9 +176,8 @@ class Storage:
     @property
     def words(self) -> memoryview:
         """The host-visible words as unsigned integers, cheaper than `data` for a few; raises like `data`."""
-        data = self.data
-        if self._words is None:
-            self._words = memoryview(cast(Any, data.view(np.uint32)))
+        if self._words is None or self.closed:
+            self._words = memoryview(cast(Any, self.data.view(np.uint32)))
         return self._words
 
     def write(self, values: NDArray[Any]) -> None:
