@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 
 from vkdecode import cli
 from vkdecode.bench import BenchOptions, SyntheticSource, run_bench
+from vkdecode.bench.copy_speed import copy_seconds
 from vkdecode.bench.speed import decode_speeds, fill
 from vkdecode.bench.traffic import decode_traffic
-from vkdecode.decode import KV_OFFSETS, RUNGS, KvCache
+from vkdecode.decode import KV_OFFSETS, RUNGS, InferenceContext, KvCache
 from vkdecode.errors import InvalidInputError
-from vkdecode.gpu import Device, copy_seconds
+from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model, load_model
-from vkdecode.decode import InferenceContext
 from vkdecode.weights import DType
 
 SPEED = {

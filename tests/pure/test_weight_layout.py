@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from vkdecode.errors import ConfigError
 from vkdecode.graph import RowPick, WeightSpec
-from vkdecode.runtime.block_layout import BLOCK_LAYOUTS, block_words
+from vkdecode.weights.block_layout import BLOCK_LAYOUTS, block_words
 from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, device_rows, weight_bytes
 from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
 from vkdecode.weights.dtypes import BLOCK_DTYPES, DType

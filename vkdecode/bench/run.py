@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vkdecode.bench import memory as process
+from vkdecode.bench.copy_speed import copy_seconds
 from vkdecode.bench.options import BenchOptions, BenchPlan
 from vkdecode.bench.result import BenchResult, CopyBandwidth, DecodeSpeed, LoadTimes, Memory, Speed
 from vkdecode.bench.speed import decode_speeds, first_token, prefill_speeds, rung_and_cache_speeds
@@ -18,7 +19,7 @@ from vkdecode.bench.synthetic import SyntheticSource
 from vkdecode.bench.timing import measure, timed
 from vkdecode.bench.traffic import decode_traffic
 from vkdecode.decode import InferenceContext
-from vkdecode.gpu import Device, copy_seconds, lanes_of
+from vkdecode.gpu import Device, lanes_of
 from vkdecode.graph import WeightSpec
 from vkdecode.loading import load
 from vkdecode.models import Model, load_model

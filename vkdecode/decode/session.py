@@ -22,7 +22,7 @@ from vkdecode.decode.step_graph import StepGraph
 from vkdecode.decode.top_k import Candidates, as_candidates, left_out, top_k_node
 from vkdecode.errors import ClosedError, DeviceError, InvalidInputError
 from vkdecode.gpu import Device, DeviceLocation, Recording
-from vkdecode.graph import Graph, NodeId, OptimizedGraph, SymEnv, SymId
+from vkdecode.graph import Graph, NodeId, OptimizedGraph, SymEnv
 from vkdecode.runtime import Dispatch, Executable, StorageCache, check_topology
 from vkdecode.weights.dtypes import DType
 
@@ -103,6 +103,19 @@ class Capture(Protocol):
 class DecodeSession:
     """A held plan for one model and one KV allocation.
 
+    Attributes:
+        seq: tokens that a step has room for; 1 for decoding.
+        graph: the held graph.
+        logits_node: the logits, before their COPY to the host: what a capture targets.
+        top_k_nodes: the lists of the highest logits behind them, the shorter first; none where a step has no row.
+        token_ids_node: data constant, like `token_count_node`, `rope_cos_node`, `rope_sin_node`, `mask_node` (None in
+            the bounded arm), `offset_node` (None on the SymEnv path) and `extra_nodes` (by name; see `StepGraph`).
+        kv_nodes: K and V constant of each layer.
+        cached_len_sym: the KV write offset on the SymEnv path.
+        attended_len_sym: the attended length of the bounded arm on the SymEnv path.
+        binding_epoch: how often the plan was re-bound.
+        capture: the recordings that are held, or None.
+
     Args:
         device: where the plan runs.
         step: the step's graph, prepared and optimized, and the ids in it.
@@ -130,6 +143,14 @@ class DecodeSession:
     ) -> None:
         self._device = device
         self._step = step
+        self.seq = step.seq
+        self.graph: Graph = step.graph
+        self.logits_node, self.top_k_nodes = step.logits, step.top_k
+        self.token_ids_node, self.token_count_node = step.token_ids, step.token_count
+        self.rope_cos_node, self.rope_sin_node = step.rope_cos, step.rope_sin
+        self.mask_node, self.offset_node, self.extra_nodes = step.mask, step.offset, step.extras
+        self.kv_nodes = step.kv
+        self.cached_len_sym, self.attended_len_sym = step.cached_len_sym, step.attended_len_sym
         self._prebuilt = prebuilt
         self._base_cache = base_cache
         self._max_seq_len = max_seq_len
@@ -144,16 +165,6 @@ class DecodeSession:
         self._left_out: dict[NodeId, frozenset[NodeId]] = {}
 
     @property
-    def seq(self) -> int:
-        """Tokens that a step has room for; 1 for decoding."""
-        return self._step.seq
-
-    @property
-    def graph(self) -> Graph:
-        """The held graph."""
-        return self._step.graph
-
-    @property
     def optimized(self) -> OptimizedGraph:
         """Roots and generation of the optimized graph."""
         return self._prebuilt.optimized
@@ -162,16 +173,6 @@ class DecodeSession:
     def effective_target(self) -> NodeId:
         """The device-to-host COPY of the logits: the root that a plain realization asks for."""
         return self._prebuilt.effective_target
-
-    @property
-    def logits_node(self) -> NodeId:
-        """The logits before that COPY: what a capture targets."""
-        return self._step.logits
-
-    @property
-    def top_k_nodes(self) -> tuple[NodeId, ...]:
-        """The lists of the highest logits behind `logits_node`, the shorter first; none where a step has no row."""
-        return self._step.top_k
 
     def wanted_node(self, want: int) -> NodeId:
         """The node to run up to: the logits for 0, else the shortest list that holds so many of the highest.
@@ -187,56 +188,6 @@ class DecodeSession:
                 raise InvalidInputError(f"this plan has no list of the {want} highest logits; read all of them")
             self._wanted[want] = node
         return node
-
-    @property
-    def token_ids_node(self) -> NodeId:
-        """Data constant: token ids."""
-        return self._step.token_ids
-
-    @property
-    def token_count_node(self) -> NodeId:
-        """Data constant: how many token ids are real."""
-        return self._step.token_count
-
-    @property
-    def rope_cos_node(self) -> NodeId:
-        """Data constant: RoPE cosines."""
-        return self._step.rope_cos
-
-    @property
-    def rope_sin_node(self) -> NodeId:
-        """Data constant: RoPE sines."""
-        return self._step.rope_sin
-
-    @property
-    def mask_node(self) -> NodeId | None:
-        """Data constant: the mask, in the masked arm."""
-        return self._step.mask
-
-    @property
-    def kv_nodes(self) -> tuple[tuple[NodeId, NodeId], ...]:
-        """K and V constant of each layer."""
-        return self._step.kv
-
-    @property
-    def offset_node(self) -> NodeId | None:
-        """Data constant: the KV offset on the device-offset path; None on the SymEnv path."""
-        return self._step.offset
-
-    @property
-    def extra_nodes(self) -> Mapping[str, NodeId]:
-        """Data constants that only some models have, by name; see `StepGraph`."""
-        return self._step.extras
-
-    @property
-    def cached_len_sym(self) -> SymId:
-        """The KV write offset on the SymEnv path."""
-        return self._step.cached_len_sym
-
-    @property
-    def attended_len_sym(self) -> SymId:
-        """The attended length of the bounded arm on the SymEnv path."""
-        return self._step.attended_len_sym
 
     @property
     def max_seq_len(self) -> int:

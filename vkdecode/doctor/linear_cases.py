@@ -13,9 +13,9 @@ from vkdecode.doctor import references
 from vkdecode.doctor.dispatch import error_of, float_bits, floats, generator, normal, run_kernel, unset
 from vkdecode.gpu import Device, Lanes
 from vkdecode.graph import Op, WeightSpec
-from vkdecode.runtime.block_layout import PACK
 from vkdecode.runtime.kernels.linear import ACTIVATIONS, NORMS
 from vkdecode.runtime.weight_layout import device_rows, pack_rows
+from vkdecode.weights.block_layout import PACK
 from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
 from vkdecode.weights.dtypes import BLOCK_DTYPES, DType
 

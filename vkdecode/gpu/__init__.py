@@ -1,7 +1,6 @@
 """Vulkan devices, storages, kernels and recordings; the only package that touches Kompute."""
 
 from vkdecode.gpu.choice import best_device, find_device, open_device
-from vkdecode.gpu.copy_speed import copy_seconds
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
 from vkdecode.gpu.lanes import ROW_TILES, Lanes, choose_lanes, lanes_of, shared_lanes, subgroup_lanes
@@ -9,7 +8,7 @@ from vkdecode.gpu.limits import check_buffer, check_dispatch, largest_buffer, st
 from vkdecode.gpu.recorder import Algorithm, Barrier, Command, Download, Recording, Run, Upload, first_units
 from vkdecode.gpu.self_check import SelfCheck, run_self_check
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
-from vkdecode.gpu.transfer import Uploader, read_words
+from vkdecode.gpu.transfer import Uploader, copy_algorithm, read_words
 from vkdecode.gpu.vulkan_info import DeviceInfo, Limits, list_devices
 
 __all__ = [
@@ -37,7 +36,7 @@ __all__ = [
     "check_buffer",
     "check_dispatch",
     "choose_lanes",
-    "copy_seconds",
+    "copy_algorithm",
     "find_device",
     "first_units",
     "lanes_of",

@@ -151,6 +151,9 @@ class Recording:
         self._staged = tuple({id(one): one for command in copied for one in command.storages}.values())
         self.downloads = tuple(one for command in copied if isinstance(command, Download) for one in command.storages)
         """The storages whose staging buffers it brings up to date."""
+        uploads = [one.whole for command in copied if isinstance(command, Upload) for one in command.storages]
+        # A mark must not be uploaded: the staging buffer of what is uploaded holds what is wanted on the device.
+        self._marked = tuple(one for one in self.downloads if one.whole not in uploads)
         self._checked_at = -1  # the closings after which all of them were still open
         with device.lock:
             self._sequence: Any = device.manager.sequence()
@@ -200,7 +203,7 @@ class Recording:
                 for storage in self._staged:
                     _ = storage.tensor
                 self._checked_at = closings
-            marks = [storage.words for storage in self.downloads]
+            marks = [storage.words for storage in self._marked]
             for words in marks:
                 words[0] = _UNWRITTEN
             started = time.perf_counter()

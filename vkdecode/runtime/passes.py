@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from vkdecode.errors import DeviceError
 from vkdecode.gpu import DeviceInfo, Lanes
-from vkdecode.runtime.block_layout import PACK
+from vkdecode.weights.block_layout import PACK
 
 MAX_PRODUCT_PASSES = 30_000
 """Passes that an invocation of linear.comp may take, with room to spare."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from vkdecode.errors import ConfigError, DeviceError
 from vkdecode.gpu import ROW_TILES
 from vkdecode.graph import MaxUnits, RowPick, WeightSpec
-from vkdecode.runtime.block_layout import BLOCK_LAYOUTS, PACK, block_words
+from vkdecode.weights.block_layout import BLOCK_LAYOUTS, PACK, block_words
 from vkdecode.weights.dtypes import DType
 
 Rows = NDArray[np.int64]

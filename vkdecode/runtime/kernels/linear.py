@@ -5,9 +5,9 @@ from __future__ import annotations
 from vkdecode.errors import UnsupportedModelError
 from vkdecode.gpu import Lanes, registry
 from vkdecode.graph import Graph, LinearAttrs, Node, NodeId, Op, SymId, WeightSpec
-from vkdecode.runtime.block_layout import PACK
 from vkdecode.runtime.kernels.choice import MAX_WORKGROUPS, Choice, float_bits
 from vkdecode.runtime.passes import MAX_PRODUCT_PASSES, linear_passes
+from vkdecode.weights.block_layout import PACK
 
 # The numbers that linear.comp and activations.glsl give them.
 NORMS = {None: 0, "rms": 1, "layer": 2}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vkdecode.gpu import Lanes, registry
 from vkdecode.graph import Graph, Node, WeightSpec
-from vkdecode.runtime.block_layout import PACK
 from vkdecode.runtime.kernels.choice import WORKGROUP, Choice, over_columns, view_of
+from vkdecode.weights.block_layout import PACK
 
 
 def embed(graph: Graph, node: Node, lanes: Lanes) -> Choice:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vkdecode.gpu.device import Device
-from vkdecode.gpu.limits import storage_bytes
-from vkdecode.gpu.storage import StorageKind
-from vkdecode.gpu.transfer import copy_algorithm
+from vkdecode.gpu import Device, StorageKind, copy_algorithm, storage_bytes
 from vkdecode.weights.dtypes import DType
 
 BUFFER_BYTES = 256 << 20
