@@ -6,10 +6,10 @@
 // y[token][head] = sum_j softmax_j(q . k_j * scale) v_j, with an online softmax over blocks of WORKGROUP rows (Milakov and
 // Gimelshein 2018).
 //
-// The step's rows are those from attended_len - STEP_TOKENS on; each token sees those up to its own. Of the rows before them the
-// bounded arm reads all. The masked arm (MASKED) reads all MAX_SEQ rows and leaves out those whose mask value is negative; the
+// The step's rows are those from attended_len - step_tokens on; each token sees those up to its own. Of the rows before them the
+// bounded arm reads all. The masked arm (MASKED) reads all max_seq rows and leaves out those whose mask value is negative; the
 // step's rows may then be the landing rows behind them.
-// With a WINDOW a token sees itself and the WINDOW - 1 positions before it, and rows that no token of the workgroup sees are not
+// With a window a token sees itself and the window - 1 positions before it, and rows that no token of the workgroup sees are not
 // visited. The masked arm then takes the mask for the rows' ages: how many positions each lies before the step's first token.
 // A workgroup serves QUERY_HEADS heads of one kv head and QUERY_TOKENS tokens; their product is QUERIES.
 #extension GL_GOOGLE_include_directive : require
@@ -18,20 +18,16 @@
 #include "activations.glsl"
 
 layout(constant_id = 1) const uint KV_HEADS = 1;
-layout(constant_id = 2) const uint GROUP = 1;          // query heads per kv head
+layout(constant_id = 2) const uint GROUP = 1;        // query heads per kv head
 layout(constant_id = 3) const uint HEAD_DIM = 4;
-layout(constant_id = 4) const uint CACHE_ROWS = 1;
-layout(constant_id = 5) const uint MAX_SEQ = 1;
-layout(constant_id = 6) const uint STEP_TOKENS = 1;    // tokens the step has room for
-layout(constant_id = 7) const uint QUERY_HEADS = 1;
-layout(constant_id = 8) const uint SCALE_BITS = 0;     // float bits of the score scale
-layout(constant_id = 9) const uint Q_OFFSET = 0;       // where a token's queries are in q, and from token to token, in vec4
-layout(constant_id = 10) const uint Q_STRIDE = 1;
-layout(constant_id = 11) const uint WINDOW = 0;        // positions that a token sees, its own included; 0 for all
-layout(constant_id = 12) const uint CAP_BITS = 0;      // float bits of c where scores become c tanh(score / c); 0 for no cap
-layout(constant_id = 13) const uint HAS_SINKS = 0;
-layout(constant_id = 14) const uint MASKED = 0;
-layout(constant_id = 15) const uint OFFSET_ON_DEVICE = 0;  // attended_len is read from device memory, not a push constant
+layout(constant_id = 4) const uint QUERY_HEADS = 1;
+layout(constant_id = 5) const uint SCALE_BITS = 0;   // float bits of the score scale
+layout(constant_id = 6) const uint Q_OFFSET = 0;     // where a token's queries are in q, and from token to token, in vec4
+layout(constant_id = 7) const uint Q_STRIDE = 1;
+layout(constant_id = 8) const uint CAP_BITS = 0;     // float bits of c where scores become c tanh(score / c); 0 for no cap
+layout(constant_id = 9) const uint HAS_SINKS = 0;
+layout(constant_id = 10) const uint MASKED = 0;
+layout(constant_id = 11) const uint OFFSET_ON_DEVICE = 0;  // attended_len is read from device memory, not a push constant
 
 // What a dispatch does not use is bound to some other buffer.
 layout(std430, binding = 0) readonly buffer Q { vec4 q[]; };
@@ -43,7 +39,7 @@ layout(std430, binding = 5) readonly buffer Sinks { float sinks[]; };  // for ea
 layout(std430, binding = 6) readonly buffer Mask { float mask[]; };
 layout(std430, binding = 7) readonly buffer Offset { uint offset[]; };  // cached_len, attended_len
 
-// Where the parts begin that are bound, in units of 16 bytes.
+// Where the parts begin that are bound, in units of 16 bytes; then what differs between caches and layers that share a pipeline.
 layout(push_constant) uniform Push {
     uint q_first;
     uint cache_k_first;
@@ -53,6 +49,10 @@ layout(push_constant) uniform Push {
     uint sinks_first;
     uint mask_first;
     uint offset_first;
+    uint cache_rows;
+    uint max_seq;
+    uint step_tokens;  // tokens the step has room for
+    uint window;       // positions that a token sees, its own included; 0 for all
     uint attended_len;
 };
 
@@ -97,12 +97,12 @@ uint query_word(uint i) {
 
 // The row of the step's first token.
 uint own_row() {
-    return (OFFSET_ON_DEVICE != 0 ? offset[4 * offset_first + 1] : attended_len) - STEP_TOKENS;
+    return (OFFSET_ON_DEVICE != 0 ? offset[4 * offset_first + 1] : attended_len) - step_tokens;
 }
 
 // The first of the positions that a token sees; both count from the same row.
 uint first_visible(uint token_position) {
-    return WINDOW == 0 || token_position < WINDOW ? 0 : token_position + 1 - WINDOW;
+    return window == 0 || token_position < window ? 0 : token_position + 1 - window;
 }
 
 float finished(float score) {
@@ -111,11 +111,11 @@ float finished(float score) {
 }
 
 vec4 load_k(uint kv_head, uint row, uint word) {
-    return KV_LOAD(cache_k[KV_UNIT_WORDS * cache_k_first + (kv_head * CACHE_ROWS + row) * ROW_WORDS + word]);
+    return KV_LOAD(cache_k[KV_UNIT_WORDS * cache_k_first + (kv_head * cache_rows + row) * ROW_WORDS + word]);
 }
 
 vec4 load_v(uint kv_head, uint row, uint word) {
-    return KV_LOAD(cache_v[KV_UNIT_WORDS * cache_v_first + (kv_head * CACHE_ROWS + row) * ROW_WORDS + word]);
+    return KV_LOAD(cache_v[KV_UNIT_WORDS * cache_v_first + (kv_head * cache_rows + row) * ROW_WORDS + word]);
 }
 
 void score_block(uint kv_head, uint row, out float score[QUERIES]) {
@@ -146,12 +146,12 @@ void fold_block(uint kv_head, uint own, uint start, uint first, uint count, inou
     uint row = first + min(LANE, count - 1);
     float score[QUERIES];
     score_block(kv_head, row, score);
-    bool shown = MASKED == 0 || (row < MAX_SEQ && mask[4 * mask_first + min(row, MAX_SEQ - 1)] >= 0.0);
+    bool shown = MASKED == 0 || (row < max_seq && mask[4 * mask_first + min(row, max_seq - 1)] >= 0.0);
     uint position = row < own ? row : start + row - own;
     float weights[QUERIES];
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
         bool visible = inside && (row < own ? shown : row <= own + query_token(i));
-        if (WINDOW != 0) visible = visible && position >= first_visible(start + query_token(i));
+        if (window != 0) visible = visible && position >= first_visible(start + query_token(i));
         float scaled = visible ? finished(score[i]) : HIDDEN;
         float highest = max(state.highest[i], lane_max(scaled));
         float keep = exp(state.highest[i] - highest);
@@ -217,10 +217,10 @@ void main() {
 #endif
     const uint own = own_row();
     // Without a window nobody asks for positions.
-    const uint start = MASKED != 0 && WINDOW != 0 ? uint(max(mask[4 * mask_first], 0.0)) : own;
+    const uint start = MASKED != 0 && window != 0 ? uint(max(mask[4 * mask_first], 0.0)) : own;
     uint end = own + min(first_token + QUERY_TOKENS, tokens);
-    if (MASKED != 0) end = max(end, MAX_SEQ);
-    end = min(end, CACHE_ROWS);
+    if (MASKED != 0) end = max(end, max_seq);
+    end = min(end, cache_rows);
     Running state;
     [[unroll]] for (uint i = 0; i < QUERIES; ++i) {
         state.highest[i] = HAS_SINKS != 0 ? sinks[4 * sinks_first + query_head(i)] : HIDDEN;
@@ -247,7 +247,7 @@ void main() {
                     for (uint part = 0; part < PARTS; ++part) value += partial[part * ROW_WORDS + LANE];
                 }
             }
-            if (word < ROW_WORDS && query_token(i) < STEP_TOKENS) y[target + word] = value / total;
+            if (word < ROW_WORDS && query_token(i) < step_tokens) y[target + word] = value / total;
         }
     }
 }

@@ -1,4 +1,4 @@
-// The GGUF block formats, as `weights.glsl` lays them out and `runtime/block_layout.py` packs them.
+// The GGUF block formats, as `weights.glsl` lays them out and `weights/block_layout.py` packs them.
 //
 // A chunk is 32 columns, a block PARTS chunks. After SCALE_WORDS words for the whole block the integers q of each chunk stand in a plane
 // of their LOW_BITS low bits, as many words, and then in one of their HIGH_BITS high bits. A group of GROUP columns has a scale and an

@@ -1,6 +1,6 @@
-// One K or V cache of a layer: [kv_heads][CACHE_ROWS][HEAD_DIM], four values of one row at a time, or two.
+// One K or V cache of a layer: [kv_heads][cache_rows][HEAD_DIM], four values of one row at a time, or two.
 // KV_F32 holds floats, KV_F16 packed pairs of halves. Rows from the cached length on hold anything, NaN included. Behind the
-// MAX_SEQ rows of the conversation are the landing rows: a recording that cannot know the offset puts the step's rows there.
+// max_seq rows of the conversation are the landing rows: a recording that cannot know the offset puts the step's rows there.
 // A layer begins some units of 16 bytes into its buffer, KV_UNIT_WORDS words each.
 #ifndef KV_CACHE_GLSL
 #define KV_CACHE_GLSL

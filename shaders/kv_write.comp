@@ -11,12 +11,11 @@ layout(local_size_x_id = 0) in;
 layout(constant_id = 0) const uint WORKGROUP = 32;
 layout(constant_id = 1) const uint KV_HEADS = 1;
 layout(constant_id = 2) const uint HEAD_DIM = 4;
-layout(constant_id = 3) const uint CACHE_ROWS = 1;
-layout(constant_id = 4) const uint OFFSET_ON_DEVICE = 0;
-layout(constant_id = 5) const uint K_OFFSET = 0;  // where a token's row is in k, and from token to token, in vec4
-layout(constant_id = 6) const uint K_STRIDE = 1;
-layout(constant_id = 7) const uint V_OFFSET = 0;
-layout(constant_id = 8) const uint V_STRIDE = 1;
+layout(constant_id = 3) const uint OFFSET_ON_DEVICE = 0;
+layout(constant_id = 4) const uint K_OFFSET = 0;  // where a token's row is in k, and from token to token, in vec4
+layout(constant_id = 5) const uint K_STRIDE = 1;
+layout(constant_id = 6) const uint V_OFFSET = 0;
+layout(constant_id = 7) const uint V_STRIDE = 1;
 
 layout(std430, binding = 0) readonly buffer K { vec4 k[]; };
 layout(std430, binding = 1) readonly buffer V { vec4 v[]; };
@@ -33,6 +32,7 @@ layout(push_constant) uniform Push {
     uint cache_v_first;
     uint token_count_first;
     uint offset_first;
+    uint cache_rows;
     uint cached_len;
 };
 
@@ -41,8 +41,8 @@ void main() {
     uint word = gl_GlobalInvocationID.x;
     uint token = gl_WorkGroupID.y;
     uint row = token + (OFFSET_ON_DEVICE != 0 ? offset[4 * offset_first] : cached_len);
-    if (word >= KV_HEADS * row_words || token >= token_count[4 * token_count_first] || row >= CACHE_ROWS) return;
-    uint target = (word / row_words * CACHE_ROWS + row) * row_words + word % row_words;
+    if (word >= KV_HEADS * row_words || token >= token_count[4 * token_count_first] || row >= cache_rows) return;
+    uint target = (word / row_words * cache_rows + row) * row_words + word % row_words;
     cache_k[KV_UNIT_WORDS * cache_k_first + target] = KV_STORE(k[k_first + token * K_STRIDE + K_OFFSET + word]);
     cache_v[KV_UNIT_WORDS * cache_v_first + target] = KV_STORE(v[v_first + token * V_STRIDE + V_OFFSET + word]);
 }

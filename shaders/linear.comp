@@ -22,28 +22,23 @@
 
 layout(constant_id = 1) const uint TILE = 32;
 layout(constant_id = 2) const uint COLUMNS = 64;
-layout(constant_id = 3) const uint ROWS = 64;         // rows (or pairs of rows) that produce output
-layout(constant_id = 4) const uint GROUPS = 1;        // blocks of ROW_TILES tiles that one workgroup works through
-layout(constant_id = 5) const uint OUTPUTS = 64;      // values of one token in y
-layout(constant_id = 6) const uint HAS_BIAS = 0;
-layout(constant_id = 7) const uint EPSILON_BITS = 0;  // float bits of the norm's epsilon
-layout(constant_id = 8) const uint HEAD_DIM = 2;      // rope only, like the two below
-layout(constant_id = 9) const uint ROTARY_DIM = 2;
-layout(constant_id = 10) const uint QUERY_HEADS = 0;  // the heads of q; those of k and as many of v follow
-layout(constant_id = 11) const uint X_CHUNK = 64;     // columns staged in shared memory at a time
-layout(constant_id = 12) const uint NORM = 0;         // 0 none, 1 RMS, 2 layer norm
-layout(constant_id = 13) const uint HAS_NORM_BIAS = 0;
-layout(constant_id = 14) const uint ACTIVATION = 0;   // of the sums, or of a pair's first; see activations.glsl
-layout(constant_id = 15) const uint EXPERTS_USED = 0;   // by a token, of a stack of matrices; 0 where there is no stack
-layout(constant_id = 16) const uint EXPERT_BLOCKS = 1;  // blocks of ROW_TILES tiles of each expert
-layout(constant_id = 17) const uint EXPERT_X = 0;       // x has a row for each expert of a token, not one for all
-layout(constant_id = 18) const uint KEEP_X = 0;         // subgroup form, several tokens: x is read once for all groups
+layout(constant_id = 3) const uint HAS_BIAS = 0;
+layout(constant_id = 4) const uint EPSILON_BITS = 0;  // float bits of the norm's epsilon
+layout(constant_id = 5) const uint HEAD_DIM = 2;      // rope only, like the two below
+layout(constant_id = 6) const uint ROTARY_DIM = 2;
+layout(constant_id = 7) const uint QUERY_HEADS = 0;   // the heads of q; those of k and as many of v follow
+layout(constant_id = 8) const uint X_CHUNK = 64;      // columns staged in shared memory at a time
+layout(constant_id = 9) const uint NORM = 0;          // 0 none, 1 RMS, 2 layer norm
+layout(constant_id = 10) const uint HAS_NORM_BIAS = 0;
+layout(constant_id = 11) const uint ACTIVATION = 0;   // of the sums, or of a pair's first; see activations.glsl
+layout(constant_id = 12) const uint EXPERTS_USED = 0; // by a token, of a stack of matrices; 0 where there is no stack
+layout(constant_id = 13) const uint EXPERT_X = 0;     // x has a row for each expert of a token, not one for all
+layout(constant_id = 14) const uint KEEP_X = 0;       // subgroup form, several tokens: x is read once for all groups
 #if defined(EPILOGUE_PLAIN)
-layout(constant_id = 19) const uint HAS_RESIDUAL = 0;
+layout(constant_id = 15) const uint HAS_RESIDUAL = 0;
 #elif defined(EPILOGUE_ROPE)
-layout(constant_id = 19) const uint KV_HEADS = 1;
-layout(constant_id = 20) const uint CACHE_ROWS = 1;
-layout(constant_id = 21) const uint OFFSET_ON_DEVICE = 0;
+layout(constant_id = 15) const uint KV_HEADS = 1;
+layout(constant_id = 16) const uint OFFSET_ON_DEVICE = 0;
 #endif
 
 // What a dispatch does not use is bound to some other buffer.
@@ -73,7 +68,7 @@ layout(std430, binding = NEXT_BINDING) readonly buffer TokenCount { uint token_c
 layout(std430, binding = NEXT_BINDING) readonly buffer Route { uint route[]; };  // see route.comp
 #endif
 
-// Where the parts begin that are bound, in units of 16 bytes.
+// Where the parts begin that are bound, in units of 16 bytes; then what differs between products that share a pipeline.
 layout(push_constant) uniform Push {
     uint weight_first;
     uint x_first;
@@ -95,7 +90,12 @@ layout(push_constant) uniform Push {
 #else
     uint route_first;
 #endif
+    uint rows;           // (or pairs of rows) that produce output
+    uint groups;         // blocks of ROW_TILES tiles that one workgroup works through
+    uint outputs;        // values of one token in y
+    uint expert_blocks;  // blocks of ROW_TILES tiles of each expert
 #ifdef EPILOGUE_ROPE
+    uint cache_rows;
     uint cached_len;
 #endif
 };
@@ -163,15 +163,15 @@ void measure(uint first_token) {
 // Two neighbouring values of one head.
 void store_pair(uint token, uint head, uint column, vec2 value) {
     if (head < QUERY_HEADS) {
-        uint target = 4 * y_first + token * OUTPUTS + head * HEAD_DIM + column;
+        uint target = 4 * y_first + token * outputs + head * HEAD_DIM + column;
         y[target] = value.x;
         y[target + 1] = value.y;
         return;
     }
     uint row = token + (OFFSET_ON_DEVICE != 0 ? offset[4 * offset_first] : cached_len);
-    if (token >= token_count[4 * token_count_first] || row >= CACHE_ROWS) return;
+    if (token >= token_count[4 * token_count_first] || row >= cache_rows) return;
     head -= QUERY_HEADS;
-    uint target = (head % KV_HEADS * CACHE_ROWS + row) * (HEAD_DIM / 2) + column / 2;
+    uint target = (head % KV_HEADS * cache_rows + row) * (HEAD_DIM / 2) + column / 2;
     if (head < KV_HEADS) {
         cache_k[2 * KV_UNIT_WORDS * cache_k_first + target] = KV_STORE_PAIR(value);
     } else {
@@ -183,7 +183,7 @@ void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, 
     const uint half_dim = HEAD_DIM / 2;
     const uint half_rotary = ROTARY_DIM / 2;
     uint pair = first_tile / 2 * TILE + 2 * lane;
-    if (pair >= ROWS) return;
+    if (pair >= rows) return;
     uint head = pair / half_dim;
     uint i = pair % half_dim;
     bool rotated = i < half_rotary;
@@ -213,7 +213,7 @@ void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, 
 void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, vec4 sums[TOKENS]) {
     [[unroll]] for (uint r = 0; r < ROW_TILES; r += 2) {
         uint pair = (first_tile + r) / 2 * TILE + lane;
-        if (pair >= ROWS) continue;
+        if (pair >= rows) continue;
         vec2 biases = vec2(0.0);
         if (HAS_BIAS != 0) {
             biases.x = bias[first_bias + (first_tile + r) * TILE + lane];
@@ -221,7 +221,7 @@ void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, 
         }
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
             float value = gated(sums[t][r] + biases.x, sums[t][r + 1] + biases.y, ACTIVATION);
-            y[4 * y_first + (first_token + t) * OUTPUTS + pair] = value;
+            y[4 * y_first + (first_token + t) * outputs + pair] = value;
         }
     }
 }
@@ -231,11 +231,11 @@ void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, 
 void store_block(uint first_tile, uint lane, uint first_token, uint first_bias, vec4 sums[TOKENS]) {
     [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
         uint row = (first_tile + r) * TILE + lane;
-        if (row >= ROWS) continue;
+        if (row >= rows) continue;
         float row_bias = 0.0;
         if (HAS_BIAS != 0) row_bias = bias[first_bias + row];
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) {
-            uint at = (first_token + t) * OUTPUTS + row;
+            uint at = (first_token + t) * outputs + row;
             float value = activation(sums[t][r] + row_bias, ACTIVATION);
             if (HAS_RESIDUAL != 0) value += residual[4 * residual_first + at];
             y[4 * y_first + at] = value;
@@ -412,7 +412,7 @@ void main() {
         uint expert = route[4 * route_first + token * EXPERTS_USED + first_token];
         if (expert == 0xFFFFFFFFu) return;
         if (EXPERT_X == 0) first_x = token;
-        first_block = expert * EXPERT_BLOCKS;
+        first_block = expert * expert_blocks;
     }
 #endif
     if (NORM != 0) measure(first_x);
@@ -420,12 +420,12 @@ void main() {
     if (KEEP_X != 0) keep_x(first_x, lane);
 #endif
 #ifndef EPILOGUE_PLAIN
-    const uint tiles = (ROWS + TILE - 1) / TILE * 2;
+    const uint tiles = (rows + TILE - 1) / TILE * 2;
 #else
-    const uint tiles = (ROWS + TILE - 1) / TILE;
+    const uint tiles = (rows + TILE - 1) / TILE;
 #endif
-    [[dont_unroll]] for (uint group = 0; group < GROUPS; ++group) {
-        uint block = gl_WorkGroupID.x * GROUPS + group;
+    [[dont_unroll]] for (uint group = 0; group < groups; ++group) {
+        uint block = gl_WorkGroupID.x * groups + group;
         if (block * ROW_TILES >= tiles) break;
         vec4 sums[TOKENS];
         [[unroll]] for (uint t = 0; t < TOKENS; ++t) sums[t] = vec4(0.0);

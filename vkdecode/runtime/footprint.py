@@ -91,7 +91,7 @@ def check_plan(graph: Graph, plan: Plan, info: DeviceInfo, lanes: Lanes) -> None
         bound = [storage_bytes(sizes[node]) for node in dispatch.bindings]
         check_dispatch(info, dispatch.kernel, dispatch.spec, dispatch.workgroups, bound)
         if graph.node(dispatch.node).op is Op.ATTENTION:
-            check_cached_rows(info, lanes, dispatch.spec["HEAD_DIM"], dispatch.spec["CACHE_ROWS"])
+            check_cached_rows(info, lanes, dispatch.spec["HEAD_DIM"], graph.node(dispatch.bindings[1]).shape[1])
 
 
 def _constant_bytes(graph: Graph, node_id: NodeId, lanes: Lanes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vkdecode.errors import UnsupportedModelError
 from vkdecode.gpu import Lanes, registry
-from vkdecode.graph import AttentionAttrs, Graph, KvMoveAttrs, KvWriteAttrs, Node
+from vkdecode.graph import AttentionAttrs, Graph, KvMoveAttrs, KvWriteAttrs, Node, SymId
 from vkdecode.runtime.kernels.choice import WORKGROUP, Choice, float_bits, view_of
 from vkdecode.runtime.passes import attention_workgroup
 
@@ -30,14 +30,10 @@ def attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "KV_HEADS": attrs.kv_heads,
         "GROUP": group,
         "HEAD_DIM": attrs.head_dim,
-        "CACHE_ROWS": cache.shape[1],
-        "MAX_SEQ": attrs.max_seq_len,
-        "STEP_TOKENS": tokens,
         "QUERY_HEADS": query_heads,
         "SCALE_BITS": float_bits(attrs.scale),
         "Q_OFFSET": offset // 4,
         "Q_STRIDE": stride // 4,
-        "WINDOW": attrs.window,
         "CAP_BITS": float_bits(attrs.softcap),
         "HAS_SINKS": int(attrs.sinks),
         "MASKED": int(attrs.masked),
@@ -51,7 +47,14 @@ def attention(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     workgroups = (attrs.heads // query_heads, tokens // query_tokens, 1)
     seen = min(attrs.max_seq_len, attrs.window or attrs.max_seq_len) + tokens
     work = 2 * tokens * attrs.heads * attrs.head_dim * seen
-    return Choice(kernel, bindings, constants, workgroups, {"attended_len": attrs.attended_len or 0}, work)
+    push: dict[str, int | SymId] = {
+        "cache_rows": cache.shape[1],
+        "max_seq": attrs.max_seq_len,
+        "step_tokens": tokens,
+        "window": attrs.window,
+        "attended_len": attrs.attended_len or 0,
+    }
+    return Choice(kernel, bindings, constants, workgroups, push, work)
 
 
 def _queries(group: int, tokens: int, lanes: Lanes) -> tuple[int, int]:
@@ -71,7 +74,6 @@ def kv_write(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "WORKGROUP": WORKGROUP,
         "KV_HEADS": attrs.kv_heads,
         "HEAD_DIM": attrs.head_dim,
-        "CACHE_ROWS": graph.node(cache_k).shape[1],
         "OFFSET_ON_DEVICE": len(offset),
     }
     for name, part in (("K", k), ("V", v)):
@@ -79,7 +81,8 @@ def kv_write(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     kernel = registry().get("kv_write", KV=graph.node(cache_k).dtype.value)
     bindings = (k, v, cache_k, cache_v, token_count, *(offset or [token_count]))
     workgroups = _over_rows(attrs.kv_heads * attrs.head_dim, graph.node(k).shape[0])
-    return Choice(kernel, bindings, constants, workgroups, {"cached_len": attrs.cached_len or 0})
+    push = {"cache_rows": graph.node(cache_k).shape[1], "cached_len": attrs.cached_len or 0}
+    return Choice(kernel, bindings, constants, workgroups, push)
 
 
 def kv_move(graph: Graph, node: Node, lanes: Lanes) -> Choice:
@@ -90,11 +93,14 @@ def kv_move(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "WORKGROUP": WORKGROUP,
         "KV_HEADS": attrs.kv_heads,
         "HEAD_DIM": attrs.head_dim,
-        "CACHE_ROWS": graph.node(cache_k).shape[1],
-        "MAX_SEQ": attrs.max_seq_len,
     }
     kernel = registry().get("kv_move", KV=graph.node(cache_k).dtype.value)
-    push = {"cached_len": attrs.cached_len, "token_count": attrs.token_count}
+    push: dict[str, int | SymId] = {
+        "cache_rows": graph.node(cache_k).shape[1],
+        "max_seq": attrs.max_seq_len,
+        "cached_len": attrs.cached_len,
+        "token_count": attrs.token_count,
+    }
     workgroups = _over_rows(attrs.kv_heads * attrs.head_dim, attrs.max_tokens)
     return Choice(kernel, (cache_k, cache_v), constants, workgroups, push)
 

@@ -37,7 +37,7 @@ def linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         cos, sin = (rest.pop(0), rest.pop(0)) if attrs.rotary_dim else (x, x)
         cache_k, cache_v, token_count, *offset = rest
         bindings += [cos, sin, cache_k, cache_v, *(offset or [x]), token_count]
-        push["cached_len"] = attrs.write.cached_len or 0
+        push |= {"cache_rows": graph.node(cache_k).shape[1], "cached_len": attrs.write.cached_len or 0}
     else:
         if attrs.epilogue == "plain":
             bindings.append(rest.pop(0) if attrs.residual else x)
@@ -66,9 +66,6 @@ def linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "WORKGROUP": lanes.tile * split,
         "TILE": lanes.tile,
         "COLUMNS": spec.columns,
-        "ROWS": rows,
-        "GROUPS": groups,
-        "OUTPUTS": node.shape[1] // used,
         "HAS_BIAS": int(attrs.bias),
         "EPSILON_BITS": float_bits(attrs.norm_epsilon or 0.0),
         "HEAD_DIM": attrs.write.head_dim if attrs.write else 2,
@@ -79,7 +76,6 @@ def linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
         "HAS_NORM_BIAS": int(attrs.norm_bias),
         "ACTIVATION": ACTIVATIONS[attrs.activation],
         "EXPERTS_USED": attrs.experts_used,
-        "EXPERT_BLOCKS": blocks,
         "EXPERT_X": int(graph.node(x).shape[1] != spec.columns),
         "KEEP_X": int(keep_x),
     }
@@ -88,9 +84,9 @@ def linear(graph: Graph, node: Node, lanes: Lanes) -> Choice:
     if attrs.write is not None:
         constants |= {
             "KV_HEADS": attrs.write.kv_heads,
-            "CACHE_ROWS": graph.node(cache_k).shape[1],
             "OFFSET_ON_DEVICE": len(offset),
         }
+    push |= {"rows": rows, "groups": groups, "outputs": node.shape[1] // used, "expert_blocks": blocks}
     work = tokens * used * rows * (2 if paired else 1) * spec.columns
     workgroups = (-(-blocks // groups), token_tiles, 1)
     return Choice(kernel, tuple(bindings), constants, workgroups, push, work)
