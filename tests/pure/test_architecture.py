@@ -13,21 +13,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "vkdecode"
 FLOORS = {
-    "cli": 7,
-    "chat": 7,
-    "info": 7,
-    "options": 7,
-    "server": 7,
-    "generate": 6,
-    "sampling": 6,
-    "conversation": 6,
-    "conversion": 6,
-    "loading": 6,
-    "bench": 7,
-    "doctor": 7,
-    "token_loop": 6,
-    "token_model": 6,
+    "cli": 8,
+    "chat": 8,
+    "info": 8,
+    "options": 8,
+    "bench": 8,
+    "doctor": 8,
+    "generate": 7,
+    "conversation": 7,
+    "conversion": 7,
+    "loading": 7,
+    "token_loop": 7,
+    "token_model": 7,
     "text": 6,
+    "sampling": 6,
     "models": 5,
     "decode": 4,
     "runtime": 3,
@@ -41,21 +40,56 @@ GPU_BINDINGS = {"kp", "vulkan"}
 LINE_LIMIT = 450
 
 
-def imported_modules(path: str, source: str) -> Iterator[tuple[int, str]]:
-    """Line and absolute dotted name of every import in a file, by statement or by a call with a literal name."""
+def imports(path: str, source: str) -> Iterator[tuple[int, str, tuple[str, ...]]]:
+    """Line, absolute dotted module and names taken from it of every import in a file.
+
+    By statement, wherever it stands, or by a call with a literal name.
+    """
     package = list(Path(path).parent.parts)
     for node in ast.walk(ast.parse(source, path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield node.lineno, alias.name
+                yield node.lineno, alias.name, ()
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
-            yield node.lineno, ".".join([*base, *([node.module] if node.module else [])])
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield node.lineno, module, tuple(alias.name for alias in node.names)
         elif isinstance(node, ast.Call) and node.args:
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             argument = node.args[0]
             if called in ("import_module", "__import__") and isinstance(argument, ast.Constant):
-                yield node.lineno, str(argument.value)
+                yield node.lineno, str(argument.value), ()
+
+
+def circles(files: Mapping[str, str]) -> list[str]:
+    """Modules among the given sources that import one another, one line for each circle of them.
+
+    An import inside a function or for type checking counts like any other. A name taken from a package means the module
+    of that name where there is one, else the package's own file. The root is left out: it is for those outside.
+    """
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
+    modules.pop(PACKAGE, None)
+    needs: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        named = {
+            f"{module}.{one}" if f"{module}.{one}" in modules else module
+            for _, module, taken in imports(path, files[path])
+            for one in taken or ("",)
+        }
+        needs[name] = named & modules.keys() - {name}
+    reached = {name: _closure(needs, name) for name in needs}
+    found = {frozenset(two for two in reached[one] if one in reached[two]) for one in needs if one in reached[one]}
+    return sorted(" <-> ".join(sorted(one)) for one in found)
+
+
+def _closure(needs: Mapping[str, set[str]], start: str) -> set[str]:
+    """What a module needs, directly or through others; itself only where that leads back."""
+    found: set[str] = set()
+    open_ends = set(needs[start])
+    while open_ends:
+        found |= open_ends
+        open_ends = {two for one in open_ends for two in needs[one]} - found
+    return found
 
 
 def floor_violations(files: Mapping[str, str]) -> list[str]:
@@ -68,7 +102,7 @@ def floor_violations(files: Mapping[str, str]) -> list[str]:
         if not entrance and own_part not in FLOORS:
             found.append(f"{path}: {own_part} has no floor; give it one in docs/architecture.md and here")
             continue
-        for line, name in imported_modules(path, source):
+        for line, name, _ in imports(path, source):
             top, _, rest = name.partition(".")
             part = rest.partition(".")[0]
             where = f"{path}:{line}"
@@ -113,9 +147,68 @@ def test_imports_point_down_and_only_gpu_uses_kompute() -> None:
     assert floor_violations(files) == []
 
 
+def test_every_part_has_its_floor_in_the_document_too() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition("## Floors")[2].partition("\n## ")[0]
+    told = {
+        part: int(floor)
+        for parts, floor in re.findall(r"((?:`\w+`,?\s)+)\((\d)\)", section)
+        for part in re.findall(r"\w+", parts)
+    }
+    assert told == FLOORS
+    names = {path.name.removesuffix(".py") for path in (ROOT / PACKAGE).iterdir() if path.suffix == ".py"}
+    names |= {path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py")}
+    assert names - {one.removesuffix(".py") for one in ENTRANCES} == FLOORS.keys()
+
+
+def test_no_modules_import_one_another() -> None:
+    files = sources(f"{PACKAGE}/**/*.py")
+    assert sum(path.count("/") > 1 for path in files) > 100
+    assert circles(files) == []
+
+
+@pytest.mark.parametrize("back", ["{}", "def f():\n    {}", "if TYPE_CHECKING:\n    {}", "class A:\n    {}"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from vkdecode.gpu.a import x",
+        "from vkdecode.gpu import a",
+        "from . import a",
+        "from .a import x",
+        "import vkdecode.gpu.a",
+        "importlib.import_module('vkdecode.gpu.a')",
+    ],
+)
+def test_modules_that_import_one_another_are_found(back: str, statement: str) -> None:
+    files = {
+        "vkdecode/__init__.py": "from vkdecode.gpu import x\nfrom vkdecode import __main__",
+        "vkdecode/__main__.py": "from vkdecode import x",
+        "vkdecode/gpu/__init__.py": "from vkdecode.gpu.a import x\nfrom vkdecode.gpu.c import z",
+        "vkdecode/gpu/a.py": "from vkdecode.gpu.b import y\nimport numpy",
+        "vkdecode/gpu/b.py": back.format(statement),
+        "vkdecode/gpu/c.py": "from vkdecode.gpu.a import x\nfrom vkdecode.gpu.b import y",
+    }
+    assert circles(files) == ["vkdecode.gpu.a <-> vkdecode.gpu.b"]
+    assert circles({**files, "vkdecode/gpu/b.py": back.format("pass")}) == []
+
+
+def test_a_module_that_imports_its_own_package_is_found() -> None:
+    """Its package imports it, and a third one closes a longer circle."""
+    files = {
+        "vkdecode/gpu/__init__.py": "from vkdecode.gpu.a import x",
+        "vkdecode/gpu/a.py": "import vkdecode.gpu.deep.b",
+        "vkdecode/gpu/deep/__init__.py": "",
+        "vkdecode/gpu/deep/b.py": "from ...gpu import x",
+        "vkdecode/graph/__init__.py": "from vkdecode.graph import a, b",
+        "vkdecode/graph/a.py": "from vkdecode.graph.b import x\nfrom vkdecode.gpu import x",
+        "vkdecode/graph/b.py": "",
+    }
+    assert circles(files) == ["vkdecode.gpu <-> vkdecode.gpu.a <-> vkdecode.gpu.deep.b"]
+
+
 def test_examples_and_tools_leave_kompute_to_the_package() -> None:
     files = sources("examples/*.py", "bench/*.py", "build_shaders.py")
-    imported = {name.partition(".")[0] for path, text in files.items() for _, name in imported_modules(path, text)}
+    imported = {name.partition(".")[0] for path, text in files.items() for _, name, _ in imports(path, text)}
     assert not imported & GPU_BINDINGS
 
 

@@ -6,7 +6,7 @@ import enum
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,9 +14,6 @@ from numpy.typing import NDArray
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu.limits import UNIT_BYTES, storage_bytes
 from vkdecode.weights.dtypes import DType
-
-if TYPE_CHECKING:
-    from vkdecode.gpu.device import Device
 
 
 @dataclass(frozen=True)
@@ -43,6 +40,22 @@ class StorageKind(enum.Enum):
     HOST = "host"
 
 
+class StorageOwner(Protocol):
+    """What a storage asks of the opened device that it was allocated on."""
+
+    @property
+    def location(self) -> DeviceLocation:
+        """Which device it is."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, and with it all that lives there."""
+        ...
+
+    def _give_back(self, kind: StorageKind, nbytes: int) -> None: ...
+
+
 _closing = threading.Lock()
 
 
@@ -65,7 +78,7 @@ class Storage:
     def __init__(
         self,
         tensor: Any,
-        device: Device | None,
+        device: StorageOwner | None,
         dtype: DType,
         nbytes: int,
         kind: StorageKind,
@@ -126,7 +139,7 @@ class Storage:
         return self.whole is other.whole and self.first_byte < ends[1] and other.first_byte < ends[0]
 
     @property
-    def device(self) -> Device | None:
+    def device(self) -> StorageOwner | None:
         """The opened device that it was allocated on, or None for a tensor that was handed in from outside."""
         return self._device
 
