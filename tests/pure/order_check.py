@@ -1,135 +1,155 @@
-"""What a submission's steps really order, derived from the accesses alone: the judge of the planner in tests.
+"""What the steps of a submission really order, derived from dispatches and spans alone: the judge of the planner.
 
-Rules, from what Kompute records: two dispatches in a row are not ordered at all. A sync of buffers copies them to the
-host; it runs after all dispatches before it and before all after it, and makes earlier writes of just these buffers
-visible to what comes after. An upload makes what it copies visible to what comes after. Submissions are ordered by the
-wait between them.
+Rules, from Vulkan: two dispatches with no barrier between them may run at once. A barrier lets all dispatches before
+it end before those after it begin, and makes what was written to the memory that it names visible to them. So a write
+after a read needs any barrier between the two, whatever it names; a read or a write after a write needs one that names
+the memory. Submissions are ordered by the wait between them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from vkdecode.graph import NodeId
-from vkdecode.runtime import OrderStep, Plan
-
-Access = tuple[Iterable[int], Iterable[int]]
-Dependence = tuple[str, int, int, int]
+from vkdecode.graph import Graph, NodeId, Op
+from vkdecode.runtime import Dispatch, OrderStep, Plan
 
 
-def dependences(accesses: Sequence[Access], segments: Sequence[int]) -> set[Dependence]:
-    """Every (kind, buffer, first, second) of two dispatches in one segment."""
+class Bytes(NamedTuple):
+    """Bytes `start` to `end` of a memory, which a barrier names by `place`."""
+
+    place: int
+    start: int
+    end: int
+
+
+class Access(NamedTuple):
+    reads: tuple[Bytes, ...]
+    writes: tuple[Bytes, ...]
+
+
+class Dependence(NamedTuple):
+    """The second dispatch must wait for the first; `place` is what a barrier has to name, for WAR it may be any."""
+
+    kind: str
+    place: int
+    first: int
+    second: int
+
+
+Order = Sequence[Sequence[OrderStep]]
+
+
+def accesses_of(graph: Graph, plan: Plan) -> list[Access]:
+    """What each dispatch of a plan reads and writes, by what its kernel declares of each binding."""
+    return [Access(_bytes(graph, plan, run, "read"), _bytes(graph, plan, run, "write")) for run in plan.dispatches]
+
+
+def dependences(accesses: Sequence[Access], groups: Iterable[Sequence[int]]) -> set[Dependence]:
+    """Every dependence between two dispatches of one group, which are in the order of their submission."""
     found: set[Dependence] = set()
-    start = 0
-    for count in segments:
-        for second in range(start, start + count):
-            reads, writes = (set(one) for one in accesses[second])
-            for first in range(start, second):
-                earlier_reads, earlier_writes = (set(one) for one in accesses[first])
-                found |= {("RAW", buffer, first, second) for buffer in earlier_writes & reads}
-                found |= {("WAR", buffer, first, second) for buffer in earlier_reads & writes}
-                found |= {("WAW", buffer, first, second) for buffer in earlier_writes & writes}
-        start += count
+    for group in groups:
+        for at, second in enumerate(group):
+            for first in group[:at]:
+                earlier, later = accesses[first], accesses[second]
+                for kind, some, others in (
+                    ("RAW", earlier.writes, later.reads),
+                    ("WAR", earlier.reads, later.writes),
+                    ("WAW", earlier.writes, later.writes),
+                ):
+                    found |= {Dependence(kind, one.place, first, second) for one in some if _meets(one, others)}
     return found
 
 
-def faults(
-    order: Sequence[Sequence[OrderStep]],
-    accesses: Sequence[Access],
-    segments: Sequence[int],
-    uploads: Iterable[int] = (),
-    targets: Iterable[int] = (),
-) -> list[str]:
-    """What the steps leave unordered or forget, one line each; [] where the plan is right."""
-    found = [
-        f"segment {number}: runs {runs_of(steps)}, not {list(wanted)}"
-        for number, (steps, wanted) in enumerate(zip(order, _ranges(segments), strict=True))
-        if runs_of(steps) != list(wanted)
-    ]
-    if found:
-        return found
-    written: set[int] = set()
-    arrived: set[int] = set()
-    on_host: set[int] = set()
-    for number, steps in enumerate(order):
-        found += [f"segment {number}: {text}" for text in _segment_faults(steps, accesses)]
-        for step in steps:
-            if step.kind == "run":
-                reads, writes = (set(one) for one in accesses[step.dispatch])
-                found += [
-                    f"dispatch {step.dispatch} reads {one} before its upload" for one in reads & set(uploads) - arrived
-                ]
-                written |= writes
-                on_host -= writes
-            elif step.kind == "upload":
-                arrived |= set(step.buffers)
-            else:
-                on_host |= written & set(step.buffers)
-    found += [f"upload of {one} is missing" for one in set(uploads) - arrived]
-    found += [f"target {one} never reaches the host" for one in set(targets) - on_host]
+def faults(order: Order, accesses: Sequence[Access], expected: Sequence[Sequence[int]]) -> list[str]:
+    """What the steps leave unordered or forget, one line each; [] where they are right.
+
+    Args:
+        order: the steps of each submission.
+        accesses: of each dispatch.
+        expected: the dispatches that each submission must run, in order.
+
+    """
+    runs = [runs_of(steps) for steps in order]
+    if runs != [list(group) for group in expected]:
+        return [f"runs {runs}, not {[list(group) for group in expected]}"]
+    found = []
+    for steps in order:
+        where = {step.dispatch: at for at, step in enumerate(steps) if step.kind == "run"}
+        for kind, place, first, second in sorted(dependences(accesses, [runs_of(steps)]), key=str):
+            between = [step for step in steps[where[first] : where[second]] if step.kind == "barrier"]
+            if not any(kind == "WAR" or place in step.places for step in between):
+                found.append(f"{kind}: dispatches {first} and {second} on {place}")
     return found
 
 
-def places(plan: Plan, nodes: Iterable[NodeId]) -> tuple[NodeId, ...]:
-    """Buffers, activations by the memory that holds them."""
-    return tuple(NodeId(-1 - plan.slots[one]) if one in plan.slots else one for one in nodes)
+def missing(graph: Graph, plan: Plan, kept: Iterable[int], wanted: Iterable[NodeId]) -> list[str]:
+    """What dispatches, one after another, read that no longer holds what they expect, or not yet; [] where all does.
+
+    A dispatch reads and writes at once, so that no two of its activations may share a byte.
+    Weights, caches and data hold their values from the start. Results that are `wanted` must be there at the end.
+    """
+    held: dict[NodeId, Bytes] = {}
+    found = []
+    for index in kept:
+        run = plan.dispatches[index]
+        pairs = [
+            (node, binding.access)
+            for node, binding in zip(run.bindings, run.kernel.bindings, strict=True)
+            if node not in plan.constants
+        ]
+        for node, access in pairs:
+            if "read" in access and node not in held:
+                found.append(f"dispatch {index} reads node {node} ({graph.node(node).op.value}), which is not there")
+        for node, access in pairs:
+            if "write" in access:
+                written = region(graph, plan, node)
+                if _meets(written, [region(graph, plan, one) for one, _ in pairs if one != node]):
+                    found.append(f"dispatch {index} writes node {node} where another one is that it uses")
+                held = {one: where for one, where in held.items() if not _meets(where, [written])} | {node: written}
+    return found + [f"result {node} is not there" for node in wanted if node not in held]
 
 
 def runs_of(steps: Iterable[OrderStep]) -> list[int]:
     return [step.dispatch for step in steps if step.kind == "run"]
 
 
-def without_each_sync(
-    order: Sequence[Sequence[OrderStep]],
-) -> Iterator[tuple[tuple[OrderStep, ...], ...]]:
-    """The plan once for each sync buffer, with that one left out."""
+def segments_of(order: Order, kept: Iterable[int] | None = None) -> list[list[int]]:
+    """The dispatches of each submission, or those of them that are kept."""
+    left = None if kept is None else set(kept)
+    return [[one for one in runs_of(steps) if left is None or one in left] for steps in order]
+
+
+def without_each_barrier(order: Order) -> Iterator[tuple[tuple[OrderStep, ...], ...]]:
+    """The steps once for each barrier, with that one left out."""
     for number, steps in enumerate(order):
         for at, step in enumerate(steps):
-            if step.kind == "sync":
+            if step.kind == "barrier":
                 yield tuple(
                     tuple(other for place, other in enumerate(inner) if (which, place) != (number, at))
                     for which, inner in enumerate(order)
                 )
 
 
-def _ranges(segments: Sequence[int]) -> list[range]:
-    starts = [sum(segments[:number]) for number in range(len(segments))]
-    return [range(start, start + count) for start, count in zip(starts, segments, strict=True)]
+def barriers(order: Order) -> int:
+    return sum(step.kind == "barrier" for steps in order for step in steps)
 
 
-def _segment_faults(steps: Sequence[OrderStep], accesses: Sequence[Access]) -> Iterator[str]:
-    syncs: list[tuple[int, set[int]]] = [
-        (at, set(step.buffers)) for at, step in enumerate(steps) if step.kind == "sync"
-    ]
-    runs: list[tuple[int, set[int], set[int]]] = []
-    for at, step in enumerate(steps):
-        if step.kind == "run":
-            run_reads, run_writes = accesses[step.dispatch]
-            runs.append((at, set(run_reads), set(run_writes)))
-    for second, reads, writes in runs:
-        for first, earlier_reads, earlier_writes in runs:
-            if first >= second:
-                continue
-            between = [buffers for at, buffers in syncs if first < at < second]
-            yield from (
-                f"step {second} may read {one} before step {first} wrote it"
-                for one in earlier_writes & reads
-                if not any(one in buffers for buffers in between)
-            )
-            yield from (
-                f"step {second} may overwrite {one} before step {first} read it"
-                for one in earlier_reads & writes
-                if not between
-            )
-            yield from (f"steps {first} and {second} both write {one}" for one in earlier_writes & writes)
-    for at, buffers in syncs:
-        for earlier, others in syncs:
-            if earlier < at:
-                yield from (f"steps {earlier} and {at} both copy {one} to the host" for one in buffers & others)
-        # The copy reads the buffer, and nothing makes a later write wait for it but another sync.
-        for second, _, writes in runs:
-            if at < second and not any(at < other < second for other, _ in syncs):
-                yield from (f"step {second} may overwrite {one} while step {at} copies it" for one in buffers & writes)
-    for at, step in enumerate(steps):
-        if step.kind == "upload" and at > 0:
-            yield f"step {at} uploads after work has begun"
+def region(graph: Graph, plan: Plan, node: NodeId) -> Bytes:
+    """Where a node's value lies: in an arena, or in a memory of its own."""
+    if node in plan.spans:
+        span = plan.spans[node]
+        return Bytes(span.place, span.start, span.end)
+    assert node in plan.results or node in plan.constants
+    held = graph.node(node)
+    return Bytes(int(node), 0, math.prod(held.shape) * held.dtype.itemsize if held.op is not Op.WEIGHT else 1)
+
+
+def _bytes(graph: Graph, plan: Plan, run: Dispatch, what: str) -> tuple[Bytes, ...]:
+    pairs = zip(run.bindings, run.kernel.bindings, strict=True)
+    return tuple(dict.fromkeys(region(graph, plan, node) for node, binding in pairs if what in binding.access))
+
+
+def _meets(one: Bytes, others: Iterable[Bytes]) -> bool:
+    return any(one.place == other.place and max(one.start, other.start) < min(one.end, other.end) for other in others)

@@ -49,7 +49,7 @@ def place_activations(
         for node in writes:
             written_at[node] = index
             if node in sizes:
-                nbytes = -(-sizes[node] // _ALIGNMENT) * _ALIGNMENT
+                nbytes = storage_bytes(sizes[node])
                 spans[node] = span = _first_fit(nbytes, [span for span, _ in held], len(arenas), max_bytes)
                 held.append((span, last_use[node]))
                 if span.place == arena_place(len(arenas)):
@@ -69,7 +69,7 @@ def _first_fit(nbytes: int, held: Collection[Span], arenas: int, max_bytes: int)
         for span in sorted(span for span in held if span.place == arena_place(number)):
             if span.start - start >= nbytes:
                 break
-            start = max(start, span.end)
+            start = max(start, -(-span.end // _ALIGNMENT) * _ALIGNMENT)
         if start + nbytes <= max_bytes:
             return Span(arena_place(number), start, start + nbytes)
     return Span(arena_place(arenas), 0, nbytes)
