@@ -83,9 +83,9 @@ def plan_load(model: PlannedModel) -> LoadPlan:
     """Plan what every use of a model needs; nothing is checked, so that a device that is too small has numbers too."""
     geometry = model.kv_geometry(MINIMAL_ROWS, "f32")
     buffer = model.device.largest_buffer_bytes
-    largest = buffer // (4 * _widest_activation(model, geometry))
-    sizes = (1, CHUNK_SIZES[0]) if largest >= CHUNK_SIZES[0] else (1,)
-    steps = tuple(plan_step(model, _options(model, seq, "last"), geometry) for seq in sizes)
+    decode, chunk = (plan_step(model, _options(model, seq, "last"), geometry) for seq in (1, CHUNK_SIZES[0]))
+    largest = buffer // (4 * _widest_activation(*chunk))
+    steps = (decode, chunk) if largest >= CHUNK_SIZES[0] else (decode,)
     weights = tuple(dict.fromkeys(spec for one in steps for spec in weight_constants(*one)))
     return LoadPlan(weights, largest, min(largest, buffer // (4 * model.vocab_size)), steps)
 
@@ -182,10 +182,10 @@ def _at_16_bits(weights: Sequence[WeightSpec], lanes: Lanes) -> tuple[int, int]:
     return halved, weights_bytes(weights, lanes) - halved
 
 
-def _widest_activation(model: PlannedModel, geometry: KvGeometry) -> int:
-    """Values of a token in the widest activation of a step that leaves the logits out."""
-    graph, plan = plan_step(model, _options(model, CHUNK_SIZES[0], "none"), geometry)
-    return max(graph.node(node).shape[1] for node in plan.spans)
+def _widest_activation(graph: Graph, plan: Plan) -> int:
+    """Values of a token in the widest activation of a chunk of a prompt; the logits of its last token do not count."""
+    shapes = [graph.node(node).shape for node in plan.spans]
+    return max(features for tokens, features in shapes if tokens > 1)
 
 
 def _options(model: PlannedModel, seq: int, logits: str) -> StepOptions:

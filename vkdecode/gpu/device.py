@@ -179,8 +179,15 @@ class Device:
             self._allocations += copies
             return Storage(tensor, self, dtype, nbytes, kind, encoding)
 
-    def allocate_parts(self, count: int, nbytes: int, dtype: DType, encoding: str = "plain") -> list[Storage]:
-        """Allocate device-only memory of one size several times, side by side in as few buffers as are not too large.
+    def allocate_parts(
+        self,
+        count: int,
+        nbytes: int,
+        dtype: DType,
+        encoding: str = "plain",
+        kind: StorageKind = StorageKind.DEVICE,
+    ) -> list[Storage]:
+        """Allocate memory of one size several times, side by side in as few buffers as are not too large.
 
         Raises:
             VkDecodeError: like `allocate`; what was taken has been given back.
@@ -192,7 +199,7 @@ class Device:
         try:
             while len(parts) < count:
                 together = min(count - len(parts), most)
-                whole = self.allocate(each * together, dtype, StorageKind.DEVICE, encoding)
+                whole = self.allocate(each * together, dtype, kind, encoding)
                 parts += [whole.part(number * each, each) for number in range(together)]
         except BaseException:
             for part in parts:

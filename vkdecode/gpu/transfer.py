@@ -20,7 +20,7 @@ _WORDS_EACH = 16
 
 
 class Uploader:
-    """Fills device-only storage piece by piece through one reused host buffer."""
+    """Fills storage: what the host cannot see piece by piece, through one reused host buffer."""
 
     def __init__(self, device: Device, piece_bytes: int = _PIECE_BYTES) -> None:
         self._device = device
@@ -40,6 +40,9 @@ class Uploader:
                 f"{data.size} bytes at {start_byte} do not fit a storage of {target.nbytes} bytes as whole words"
             )
         words = data.view(np.uint32)
+        if target.kind is StorageKind.HOST:
+            target.words[start_byte // 4 : start_byte // 4 + words.size] = memoryview(words)
+            return
         step = self._host.nbytes // 4
         for first in range(0, words.size, step):
             piece = words[first : first + step]

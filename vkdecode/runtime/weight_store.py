@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.errors import ClosedError, OutOfDeviceMemoryError
-from vkdecode.gpu import Device, Lanes, Storage, Uploader, storage_bytes
+from vkdecode.gpu import Device, Lanes, Storage, StorageKind, Uploader, storage_bytes
 from vkdecode.graph import RowPick, WeightSpec
 from vkdecode.runtime.weight_layout import device_rows, pack_rows, packed_bytes, picked_rows, weight_bytes
 from vkdecode.weights import DType, WeightSource
@@ -54,11 +54,13 @@ class WeightStore:
         done = 0
         source = opened or self._open_source()
         uploader = Uploader(self.device)
+        # A CPU driver's memory is the host's: there is nothing to copy it to.
+        memory = StorageKind.HOST if self.device.info.kind == "cpu" else StorageKind.DEVICE
         made: list[Storage] = []
         loaded: dict[WeightSpec, Storage] = {}
         try:
             for group in self._groups(wanted):
-                made += self.device.allocate_parts(len(group), self.nbytes(group[0]), *self._kind(group[0]))
+                made += self.device.allocate_parts(len(group), self.nbytes(group[0]), *self._kind(group[0]), memory)
                 loaded |= zip(group, made[-len(group) :], strict=True)
             for spec in wanted:
                 self._fill(loaded[spec], spec, source, uploader)
