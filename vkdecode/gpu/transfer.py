@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +41,7 @@ class Uploader:
             )
         words = data.view(np.uint32)
         if target.kind is StorageKind.HOST:
-            target.words[start_byte // 4 : start_byte // 4 + words.size] = memoryview(words)
+            target.words[start_byte // 4 : start_byte // 4 + words.size] = memoryview(cast(Any, words))
             return
         step = self._host.nbytes // 4
         for first in range(0, words.size, step):
