@@ -3,7 +3,8 @@
 from vkdecode.gpu.choice import best_device, find_device, open_device
 from vkdecode.gpu.device import Device
 from vkdecode.gpu.kernels import Binding, Kernel, KernelRegistry, registry
-from vkdecode.gpu.lanes import ROW_TILES, Lanes, choose_lanes, lanes_of, shared_lanes, subgroup_lanes
+from vkdecode.gpu.lane_choice import choose_lanes, lanes_of
+from vkdecode.gpu.lanes import ROW_TILES, Lanes, shared_lanes, subgroup_lanes
 from vkdecode.gpu.limits import check_buffer, check_dispatch, largest_buffer, storage_bytes
 from vkdecode.gpu.recorder import Algorithm, Barrier, Command, Download, Recording, Run, Upload, first_units
 from vkdecode.gpu.self_check import SelfCheck, run_self_check

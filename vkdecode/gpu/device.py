@@ -12,6 +12,7 @@ import numpy as np
 
 from vkdecode.errors import ClosedError, DeviceError, InvalidInputError, OutOfDeviceMemoryError
 from vkdecode.gpu.kompute import load_kompute
+from vkdecode.gpu.lanes import Lanes
 from vkdecode.gpu.limits import check_buffer, largest_buffer, storage_bytes
 from vkdecode.gpu.storage import DeviceLocation, Storage, StorageKind
 from vkdecode.gpu.vulkan_info import DeviceInfo, list_devices
@@ -76,6 +77,7 @@ class Device:
         self.lock = threading.RLock()
         self._forked = False
         self.lanes_form = lanes
+        self.lanes: Lanes | None = None  # decided by `lanes_of` on first use
         self._allocated = 0
         self._allocations = 0
         self.submission_seconds = 0.0

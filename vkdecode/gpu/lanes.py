@@ -1,15 +1,10 @@
-"""Which shape of the kernels a device gets: lanes of one subgroup, or a workgroup with shared memory."""
+"""The two shapes of the kernels: lanes of one subgroup, or a workgroup with shared memory."""
 
 from __future__ import annotations
 
 import os
-import warnings
-import weakref
 from dataclasses import dataclass
 
-from vkdecode.errors import DeviceError, VkDecodeWarning
-from vkdecode.gpu.device import Device
-from vkdecode.gpu.self_check import run_self_check, subgroups_usable
 from vkdecode.gpu.vulkan_info import DeviceInfo
 
 ROW_TILES = 4
@@ -44,49 +39,6 @@ class Lanes:
     def block_rows(self) -> int:
         """Rows that one workgroup computes at a time; weights are padded to a multiple of it."""
         return self.tile * self.row_tiles
-
-
-_lanes: weakref.WeakKeyDictionary[Device, Lanes] = weakref.WeakKeyDictionary()
-
-
-def lanes_of(device: Device) -> Lanes:
-    """How kernels spread over an open device; decided on first use, where a self-check runs. Raises as it does."""
-    with device.lock:
-        if device not in _lanes:
-            _lanes[device] = choose_lanes(device, device.lanes_form)
-        return _lanes[device]
-
-
-def choose_lanes(device: Device, form: str = "auto") -> Lanes:
-    """Pick the shape for a device: a CPU driver gets subgroups where they pass the check, a GPU shared memory.
-
-    A CPU driver runs one workgroup per thread and has no shared memory of its own, so few one-subgroup workgroups are
-    fastest there; a GPU hides latency with many, and Vulkan does not promise full subgroups without an extension
-    Kompute cannot enable.
-
-    Raises:
-        DeviceError: the device fails the self-check in what every kernel relies on, or `form` is `subgroup` and
-            subgroups fail it.
-
-    """
-    shared = shared_lanes(device.info)
-    check = run_self_check(device, shared.workgroup)
-    if not (check.shared and check.numbers):
-        wrong = "; ".join(line for line in check.details if not line.startswith("subgroup"))
-        raise DeviceError(
-            f"device {device.info} fails the self-check and would give wrong answers ({wrong}); update its driver "
-            "or choose another device"
-        )
-    if form == "subgroup" and not check.subgroup:
-        size = device.info.subgroup_size
-        raise DeviceError(f"device {device.info} does not run workgroups of {size} invocations as one full subgroup")
-    if form == "subgroup" or (form == "auto" and device.info.kind == "cpu" and subgroups_usable(device.info)):
-        if check.subgroup:
-            return subgroup_lanes(device.info)
-        warnings.warn(
-            f"subgroups of {device.info.name} fail the self-check, using shared memory", VkDecodeWarning, stacklevel=2
-        )
-    return shared
 
 
 def subgroup_lanes(info: DeviceInfo) -> Lanes:
