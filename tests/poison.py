@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from vkdecode.decode import KvCache
-from vkdecode.gpu import Algorithm, Device, Recording, Run, Storage, StorageKind, Upload, Uploader, registry
+from vkdecode.gpu import Device, Recording, Run, Storage, StorageKind, Upload, Uploader, copy_algorithm
 from vkdecode.weights.dtypes import DType
 
 # NaN as float32 and in both halves as f16 and bf16; as an id or a count far out of range.
 POISON = np.uint32(0xFFFFFFFF)
-_WORKGROUP = 64
 
 
 def poison_fresh_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -54,6 +53,5 @@ def poison_cache(device: Device, kv: KvCache) -> None:
 
 def _copy(device: Device, source: Storage, target: Storage) -> None:
     words = target.nbytes // 4
-    groups = -(-words // _WORKGROUP)
-    copy = Algorithm(device, registry().get("copy_words"), [source, target], {"WORKGROUP": _WORKGROUP}, (groups, 1, 1))
+    copy = copy_algorithm(device, source, target, words)
     Recording(device, [Run(copy, {"source_start": 0, "target_start": 0, "count": words})]).submit()

@@ -9,9 +9,8 @@ from poison import poison_cache
 from stepping import Logits, furthest, one_by_one, run
 from tiny_llama import golden
 
-from vkdecode.decode import DecodeMode
+from vkdecode.decode import DecodeMode, InferenceContext
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 CONTRACT = 2e-3  # what the project promises
 REGRESSION = 1e-4  # what it reaches, with room for another driver's rounding

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.decode import DecodeMode, KvCache
+from vkdecode.decode import DecodeMode, InferenceContext, KvCache
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 Logits = NDArray[np.float32]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 from vkdecode.decode import KvGeometry, StepGraph, StepOptions
 from vkdecode.gpu import DeviceLocation, Lanes
-from vkdecode.graph import FUSIONS, Graph, Op, OptimizedGraph, optimize_graph, splice_host_copy
+from vkdecode.graph import FUSIONS, Graph, OptimizedGraph, optimize_graph, splice_host_copy
 from vkdecode.models.llama import build_step, parse_config, rope
 from vkdecode.models.tensors import TensorTable
-from vkdecode.runtime import Plan, lower
+from vkdecode.runtime import WORK_PER_SUBMISSION, Plan, lower
 from vkdecode.weights import DType, open_weights
 
 TINY = Path(__file__).with_name("data") / "tiny"
@@ -72,14 +72,15 @@ def planned(
     options: StepOptions | None = None,
     lanes: str = "subgroup",
     fused: bool = True,
-    cut_after: Collection[Op] = (),
+    work: int = WORK_PER_SUBMISSION,
+    max_buffer_bytes: int = 1 << 30,
 ) -> tuple[Graph, OptimizedGraph, Plan]:
     """The optimized graph of a step and its plan, as an `InferenceContext` makes them."""
     step = step_graph(name, options)
     target = splice_host_copy(step.graph, step.logits)
     fusions = FUSIONS if fused else ()
     optimized = optimize_graph(step.graph, (target, *step.effects), LOCATION, fusions=fusions)
-    return step.graph, optimized, lower(step.graph, optimized, LANES[lanes], cut_after)
+    return step.graph, optimized, lower(step.graph, optimized, LANES[lanes], max_buffer_bytes, work)
 
 
 def changed_copy(

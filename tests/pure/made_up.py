@@ -139,6 +139,22 @@ def llama_8b(dtype: DType = DType.F16, **config: Any) -> MadeUpSource:
     return MadeUpSource(c, shapes, dtype)
 
 
+def smollm2(layers: int = 30, dtype: DType = DType.F16) -> MadeUpSource:
+    """The shapes of SmolLM2 135M."""
+    source = llama_8b(
+        dtype,
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=layers,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    shapes = {name: source.info(name).shape for name in source.names() if name != "lm_head.weight"}
+    return MadeUpSource(source.config, shapes, dtype)
+
+
 def phi_2(dtype: DType = DType.F16, layers: int = 32) -> MadeUpSource:
     """The shapes of Phi 2."""
     c: dict[str, Any] = {
