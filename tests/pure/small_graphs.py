@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vkdecode.graph import AttentionAttrs, Graph, KvWriteAttrs, NodeId, WeightSpec
+from vkdecode.graph import AttentionAttrs, Graph, KvWriteAttrs, NodeId, SymId, WeightSpec
 from vkdecode.weights import DType
 
 HIDDEN = 16
@@ -45,32 +45,43 @@ class SmallGraph(Graph):
         arm: str = "bounded",
         sinks: NodeId | None = None,
     ) -> NodeId:
-        """Attention over caches of layer 0."""
-        on_device = kv_offset == "device"
+        """Attention over the caches of layer 0, behind the write of k and v."""
+        masked = arm == "masked"
+        written = self.written(k, v, kv_offset, arm)
+        attended: SymId | int | None = None
+        if kv_offset == "symenv":
+            attended = ROWS + 1 if masked else self.symbol("attended_len")
         attrs = AttentionAttrs(
             heads=HEADS,
             kv_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             scale=0.5,
-            arm=arm,
-            offset_on_device=on_device,
-            attended_len=None if on_device else self.symbol("attended_len"),
+            max_seq_len=ROWS,
+            masked=masked,
+            attended_len=attended,
             sinks=sinks is not None,
         )
-        mask = self.data("mask", (ROWS,)) if arm == "masked" else None
-        offset = self.data("offset", (2,), DType.U32) if on_device and arm == "bounded" else None
-        return self.attention((q, k, v), self.caches(), self.token_count(), attrs, mask, offset, sinks)
+        mask = self.data("mask", (ROWS,)) if masked else None
+        return self.attention(q, self.caches(), written, self.token_count(), attrs, mask, self.offset(kv_offset), sinks)
+
+    def written(self, k: NodeId, v: NodeId, kv_offset: str = "device", arm: str = "bounded") -> NodeId:
+        """Put k and v into the caches of layer 0."""
+        first: SymId | int | None = None
+        if kv_offset == "symenv":
+            first = ROWS if arm == "masked" else self.symbol("cached_len")
+        attrs = KvWriteAttrs(KV_HEADS, HEAD_DIM, first)
+        return self.kv_write(k, v, self.caches(), self.token_count(), attrs, self.offset(kv_offset))
 
     def caches(self) -> tuple[NodeId, NodeId]:
-        shape = (KV_HEADS, ROWS, HEAD_DIM)
+        shape = (KV_HEADS, 2 * ROWS, HEAD_DIM)
         return self.kv(0, 0, shape, DType.F32), self.kv(0, 1, shape, DType.F32)
 
     def token_count(self) -> NodeId:
         return self.data("token_count", (1,), DType.U32)
 
-    def write(self, x: NodeId, which: int, after: NodeId, kv_offset: str = "device") -> NodeId:
-        """Put x into the K (0) or V (1) cache of layer 0."""
-        on_device = kv_offset == "device"
-        attrs = KvWriteAttrs(KV_HEADS, HEAD_DIM, None if on_device else self.symbol("cached_len"))
-        offset = self.data("offset", (2,), DType.U32) if on_device else None
-        return self.kv_write(x, self.caches()[which], after, attrs, offset, self.token_count())
+    def offset(self, kv_offset: str) -> NodeId | None:
+        return self.data("offset", (2,), DType.U32) if kv_offset == "device" else None
+
+    def write_of(self, attention: NodeId) -> NodeId:
+        """What wrote the rows that an attention reads."""
+        return self.node(attention).inputs[3]

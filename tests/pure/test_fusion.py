@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from fusing import spec_of, unchanged_by
 from small_graphs import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SmallGraph
+from tiny_llama import PATHS
 
-from vkdecode.graph import (
-    AttentionAttrs,
-    LinearAttrs,
-    NodeId,
-    Op,
-    RopeAttrs,
-    ViewAttrs,
-    WeightSpec,
-)
-from vkdecode.graph.fusion import (
-    FUSIONS,
-    fuse_gated_mlp,
-    fuse_kv_write,
-    fuse_norm,
-    fuse_qkv_rope,
-    fuse_residual,
-)
+from vkdecode.graph import FUSIONS, LinearAttrs, NodeId, Op, WeightSpec
+from vkdecode.graph.fusion import fuse_gated_mlp, fuse_norm, fuse_residual
 from vkdecode.weights import DType
 
 Q_SIZE, KV_SIZE = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
@@ -110,108 +94,6 @@ def test_a_fused_product_is_not_fused_again() -> None:
     root = gated(graph, graph.product(x, "gate", 24), graph.product(x, "up", 24))
     fuse_gated_mlp(graph, (root,))
     assert unchanged_by(fuse_gated_mlp, graph, root)
-
-
-# Query, key, value
-
-
-def attention_of(graph: SmallGraph, x: NodeId, bias: str = "") -> dict[str, NodeId]:
-    """Projections, rotations and attention; `bias` names the projections that have one."""
-    sizes = {"q": Q_SIZE, "k": KV_SIZE, "v": KV_SIZE}
-    made = {name: graph.product(x, name, rows, bias=name in bias) for name, rows in sizes.items()}
-    made["turned_q"] = graph.turned(made["q"], HEADS)
-    made["turned_k"] = graph.turned(made["k"], KV_HEADS)
-    made["attention"] = graph.attend(made["turned_q"], made["turned_k"], made["v"])
-    return made
-
-
-def test_projections_and_rotations_become_one_product_with_three_views() -> None:
-    graph = SmallGraph()
-    x = graph.hidden()
-    made = attention_of(graph, x)
-    shapes = {name: graph.node(node).shape for name, node in made.items()}
-    assert fuse_qkv_rope(graph, (made["attention"],)) == (made["attention"],)
-    views = [graph.node(made[name]) for name in ("turned_q", "turned_k", "v")]
-    assert [node.op for node in views] == [Op.VIEW] * 3
-    assert [node.attrs for node in views] == [ViewAttrs(at) for at in (0, Q_SIZE, Q_SIZE + KV_SIZE)]
-    assert [node.shape for node in views] == [shapes["turned_q"], shapes["turned_k"], shapes["v"]]
-    (fused,) = {one for node in views for one in node.inputs}
-    node = graph.node(fused)
-    assert node.shape == (1, Q_SIZE + 2 * KV_SIZE)
-    assert node.attrs == LinearAttrs(
-        epilogue="rope", rope=RopeAttrs(HEADS + 2 * KV_HEADS, HEADS + KV_HEADS, HEAD_DIM, HEAD_DIM)
-    )
-    assert node.inputs[0] == x
-    assert node.inputs[2:] == graph.angles()
-    assert spec_of(graph, node.inputs[1]) == WeightSpec(
-        ("q", "k", "v"), (Q_SIZE, KV_SIZE, KV_SIZE), HIDDEN, DType.F16, order="rope", head_dim=8, rotary_dim=8
-    )
-    assert graph.node(made["attention"]).inputs[:3] == (made["turned_q"], made["turned_k"], made["v"])
-
-
-@pytest.mark.parametrize("bias", ["q", "v", "qk", "qkv"])
-def test_biases_of_projections_are_stacked_with_zeros_for_missing_ones(bias: str) -> None:
-    graph = SmallGraph()
-    made = attention_of(graph, graph.hidden(), bias)
-    fuse_qkv_rope(graph, (made["attention"],))
-    (fused,) = graph.node(made["v"]).inputs
-    assert graph.attrs(fused, LinearAttrs).bias
-    stacked = spec_of(graph, graph.node(fused).inputs[2])
-    assert stacked.names == tuple(f"{name}.bias" if name in bias else None for name in "qkv")
-    assert (stacked.order, stacked.vector, stacked.dtype) == ("rope", True, DType.F32)
-    assert graph.node(fused).inputs[3:] == graph.angles()
-
-
-def test_a_partial_rotation_is_kept_partial() -> None:
-    graph = SmallGraph()
-    x = graph.hidden()
-    q, k = (graph.product(x, name, rows) for name, rows in (("q", Q_SIZE), ("k", KV_SIZE)))
-    v = graph.product(x, "v", KV_SIZE)
-    root = graph.attend(graph.turned(q, HEADS, 4), graph.turned(k, KV_HEADS, 4), v)
-    fuse_qkv_rope(graph, (root,))
-    (fused,) = graph.node(v).inputs
-    rope = graph.attrs(fused, LinearAttrs).rope
-    assert rope is not None and rope.rotary_dim == 4
-    assert spec_of(graph, graph.node(fused).inputs[1]).rotary_dim == 4
-
-
-def test_values_that_others_use_too_stay_usable_as_views() -> None:
-    graph = SmallGraph()
-    made = attention_of(graph, graph.hidden())
-    also = graph.silu(made["v"])
-    fuse_qkv_rope(graph, (made["attention"], also))
-    assert graph.node(also).inputs == (made["v"],)
-    assert graph.node(made["v"]).op is Op.VIEW
-
-
-@pytest.mark.parametrize("inner", ["q", "k"])
-def test_projections_stay_where_the_unturned_value_has_another_user(inner: str) -> None:
-    graph = SmallGraph()
-    made = attention_of(graph, graph.hidden())
-    assert unchanged_by(fuse_qkv_rope, graph, made["attention"], graph.silu(made[inner]))
-
-
-def test_projections_stay_where_they_do_not_belong_together() -> None:
-    graph = SmallGraph()
-    x, y = graph.hidden("x"), graph.hidden("y")
-
-    def build(
-        number: int, of_k: NodeId = x, dtype: DType = DType.F16, turn_k: Callable[[NodeId], NodeId] | None = None
-    ) -> NodeId:
-        q = graph.turned(graph.product(x, f"q{number}", Q_SIZE), HEADS)
-        k = graph.product(of_k, f"k{number}", KV_SIZE, dtype)
-        turned = turn_k(k) if turn_k else graph.turned(k, KV_HEADS)
-        return graph.attend(q, turned, graph.product(x, f"v{number}", KV_SIZE))
-
-    other_cos = graph.data("other_cos", (1, HEAD_DIM // 2))
-    roots = (
-        build(0, of_k=y),
-        build(1, dtype=DType.F32),
-        build(2, turn_k=lambda k: k),
-        build(3, turn_k=lambda k: graph.turned(k, KV_HEADS, 4)),
-        build(4, turn_k=lambda k: graph.rope(k, other_cos, graph.angles()[1], KV_HEADS, HEAD_DIM, HEAD_DIM)),
-    )
-    assert unchanged_by(fuse_qkv_rope, graph, *roots)
 
 
 # Residual
@@ -314,72 +196,24 @@ def test_a_product_takes_one_norm_only() -> None:
     assert unchanged_by(fuse_norm, graph, root)
 
 
-# KV write
-
-
-def written(kv_offset: str, arm: str) -> tuple[SmallGraph, NodeId, tuple[NodeId, NodeId]]:
-    graph = SmallGraph()
-    x = graph.hidden()
-    q, k, v = (graph.product(x, name, rows) for name, rows in (("q", Q_SIZE), ("k", KV_SIZE), ("v", KV_SIZE)))
-    attention = graph.attend(q, k, v, kv_offset, arm)
-    return graph, attention, (graph.write(k, 0, attention, kv_offset), graph.write(v, 1, attention, kv_offset))
-
-
-@pytest.mark.parametrize("arm", ["bounded", "masked"])
-def test_on_the_device_offset_path_attention_writes_the_rows_itself(arm: str) -> None:
-    graph, attention, writes = written("device", arm)
-    root = graph.product(attention, "o")
-    inputs = graph.node(attention).inputs
-    assert fuse_kv_write(graph, (root, *writes)) == (root, attention)
-    assert graph.attrs(attention, AttentionAttrs).writes
-    offset = graph.find_data("offset")
-    assert graph.node(attention).inputs == ((*inputs, offset) if arm == "masked" else inputs)
-    assert graph.node(attention).inputs[-1] == offset
-    assert not any(graph.node(one).op is Op.KV_WRITE for one in graph.reachable((root, attention)))
-
-
-@pytest.mark.parametrize("arm", ["bounded", "masked"])
-def test_on_the_symenv_path_the_writes_stay_apart(arm: str) -> None:
-    graph, attention, writes = written("symenv", arm)
-    assert unchanged_by(fuse_kv_write, graph, graph.product(attention, "o"), *writes)
-
-
-def test_writes_stay_where_they_are_not_just_this_attentions_rows() -> None:
-    graph, attention, writes = written("device", "bounded")
-    root = graph.product(attention, "o")
-    key, value = (graph.node(one).inputs[0] for one in writes)
-    assert unchanged_by(fuse_kv_write, graph, root)
-    assert unchanged_by(fuse_kv_write, graph, root, writes[0])
-    assert unchanged_by(fuse_kv_write, graph, root, writes[0], graph.write(key, 1, attention))
-    assert unchanged_by(fuse_kv_write, graph, root, *writes, graph.write(value, 0, attention))
-    swapped = graph.write(value, 0, attention), graph.write(key, 1, attention)
-    assert unchanged_by(fuse_kv_write, graph, root, *swapped)
-
-
-def test_a_write_that_something_reads_stays() -> None:
-    graph, attention, writes = written("device", "bounded")
-    reader = graph.add_node(Op.SILU, [writes[0]], graph.node(writes[0]).shape)
-    assert unchanged_by(fuse_kv_write, graph, graph.product(attention, "o"), *writes, reader)
-
-
 # All together
 
 
-def test_the_passes_run_in_an_order_that_fuses_a_whole_layer() -> None:
+@pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
+def test_the_passes_run_in_an_order_that_fuses_a_whole_layer(kv_offset: str, arm: str) -> None:
     graph = SmallGraph()
     x = graph.hidden()
-    made = attention_of(graph, graph.norm(x, "norm1"))
-    writes = graph.write(made["turned_k"], 0, made["attention"]), graph.write(made["v"], 1, made["attention"])
-    x = graph.add(x, graph.product(made["attention"], "o"))
+    h = graph.norm(x, "norm1")
+    q, k, v = (graph.product(h, name, rows) for name, rows in (("q", Q_SIZE), ("k", KV_SIZE), ("v", KV_SIZE)))
+    attention = graph.attend(graph.turned(q, HEADS), graph.turned(k, KV_HEADS), v, kv_offset, arm)
+    x = graph.add(x, graph.product(attention, "o"))
     h = graph.norm(x, "norm2")
     mlp = gated(graph, graph.product(h, "gate", 24), graph.product(h, "up", 24))
-    roots: tuple[NodeId, ...] = (graph.add(x, graph.product(mlp, "down")), *writes)
+    roots: tuple[NodeId, ...] = (graph.add(x, graph.product(mlp, "down")),)
     for fuse in FUSIONS:
         roots = fuse(graph, roots)
     counted = [graph.node(one) for one in graph.reachable(roots)]
-    assert sorted(node.op.value for node in counted if node.inputs and node.op is not Op.VIEW) == sorted(
-        ["silu", "attention", *["linear"] * 4]
-    )
+    assert sorted(node.op.value for node in counted if node.inputs) == sorted(["silu", "attention", *["linear"] * 4])
     epilogues = [graph.attrs(node.id, LinearAttrs) for node in counted if node.op is Op.LINEAR]
     assert sorted((one.epilogue, one.norm_epsilon is not None, one.residual) for one in epilogues) == [
         ("gated", True, False),

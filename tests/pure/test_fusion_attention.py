@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fusing import spec_of, unchanged_by
-from small_graphs import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, SmallGraph
+from small_graphs import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, ROWS, SmallGraph
+from tiny_llama import PATHS
 
 from vkdecode.errors import InvalidInputError
 from vkdecode.gpu import Lanes
@@ -19,35 +22,27 @@ from vkdecode.graph import (
     ViewAttrs,
     WeightSpec,
 )
-from vkdecode.graph.fusion import (
-    fuse_kv_write,
-    fuse_norm_residual,
-    fuse_norm_rope,
-    fuse_qk_norm,
-    fuse_qkv,
-    fuse_qkv_rope,
-)
-from vkdecode.runtime.kernel_choice import choose_kernel
+from vkdecode.graph.fusion import fuse_norm_residual, fuse_norm_rope, fuse_qk_norm, fuse_qkv
+from vkdecode.runtime.kernels import choose_kernel
 from vkdecode.weights import DType
 
 Q_SIZE, KV_SIZE = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
 
 
-@pytest.mark.parametrize("between", ["nothing", "norms", "norms and rotations"])
-def test_projections_that_are_not_just_turned_become_one_product_too(between: str) -> None:
+@pytest.mark.parametrize("between", ["nothing", "norms", "rotations", "norms and rotations"])
+def test_projections_become_one_product(between: str) -> None:
     graph = SmallGraph()
     x = graph.hidden()
     q, k, v = (graph.product(x, name, rows) for name, rows in (("q", Q_SIZE), ("k", KV_SIZE), ("v", KV_SIZE)))
     seen_q, seen_k = q, k
-    if between != "nothing":
+    if "norms" in between:
         norm = graph.vector("norm", HEAD_DIM)
         seen_q, seen_k = graph.rms_norm(q, norm, 1e-5, HEADS), graph.rms_norm(k, norm, 1e-5, KV_HEADS)
-    if between == "norms and rotations":
+    if "rotations" in between:
         seen_q, seen_k = graph.turned(seen_q, HEADS), graph.turned(seen_k, KV_HEADS)
     root = graph.attend(seen_q, seen_k, v)
-    write = graph.write(v, 1, root)
-    assert unchanged_by(fuse_qkv_rope, graph, root, write)
-    assert fuse_qkv(graph, (root, write)) == (root, write)
+    write = graph.write_of(root)
+    assert fuse_qkv(graph, (root,)) == (root,)
     assert [graph.node(one).op for one in (q, k, v)] == [Op.VIEW] * 3
     assert [graph.node(one).attrs for one in (q, k, v)] == [ViewAttrs(at) for at in (0, Q_SIZE, Q_SIZE + KV_SIZE)]
     (fused,) = {one for view in (q, k, v) for one in graph.node(view).inputs}
@@ -56,8 +51,9 @@ def test_projections_that_are_not_just_turned_become_one_product_too(between: st
     assert spec_of(graph, graph.node(fused).inputs[1]) == WeightSpec(
         ("q", "k", "v"), (Q_SIZE, KV_SIZE, KV_SIZE), HIDDEN, DType.F16
     )
-    assert graph.node(root).inputs[:3] == (seen_q, seen_k, v)
-    assert unchanged_by(fuse_qkv, graph, root, write)
+    assert graph.node(root).inputs[0] == seen_q
+    assert graph.node(write).inputs[:2] == (seen_k, v)
+    assert unchanged_by(fuse_qkv, graph, root)
 
 
 def test_projections_of_different_values_stay_apart() -> None:
@@ -127,7 +123,7 @@ def test_heads_are_turned_by_their_norm() -> None:
     assert fuse_norm_rope(graph, (root,)) == (root,)
     node = graph.node(made["turned k"])
     assert (node.op, node.inputs[:1], node.inputs[2:]) == (Op.RMS_NORM, (made["k"],), graph.angles())
-    rope = RopeAttrs(KV_HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM)
+    rope = RopeAttrs(KV_HEADS, HEAD_DIM, HEAD_DIM)
     assert node.attrs == NormAttrs(1e-5, KV_HEADS, KV_HEADS, rope=rope)
     other = SmallGraph()
     root, made = normed_heads(other)
@@ -165,30 +161,37 @@ def test_heads_of_q_and_k_keep_norms_that_differ(unlike: str) -> None:
     assert unchanged_by(fuse_qk_norm, graph, root)
 
 
-@pytest.mark.parametrize("arm", ["bounded", "masked"])
-@pytest.mark.parametrize("kv_offset", ["device", "symenv"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_attention_binds_sinks_mask_and_offset_under_their_names(arm: str, kv_offset: str, fused: bool) -> None:
+@pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
+def test_attention_binds_sinks_mask_and_offset_under_their_names(kv_offset: str, arm: str) -> None:
     graph = SmallGraph()
     x = graph.hidden()
     q, k, v = (graph.product(x, name, rows) for name, rows in (("q", Q_SIZE), ("k", KV_SIZE), ("v", KV_SIZE)))
-    sinks = graph.vector("sinks", HEADS)
-    attention = graph.attend(q, k, v, kv_offset, arm, sinks)
-    writes = (graph.write(k, 0, attention, kv_offset), graph.write(v, 1, attention, kv_offset))
-    if fused:
-        fuse_kv_write(graph, (attention, *writes))
-    choice = choose_kernel(graph, attention, Lanes("subgroup", 8, 8, 8, 4, 16, 8))
-    assert choice.spec["HAS_SINKS"] == 1
-    bound = {one.name: node for one, node in zip(choice.kernel.bindings, choice.bindings, strict=True)}
-    assert (bound["sinks"], bound["y"]) == (sinks, attention)
-    for name, there in (("mask", arm == "masked"), ("offset", kv_offset == "device" and (fused or arm == "bounded"))):
-        assert (name in bound) is there
-        assert not there or bound[name] == graph.find_data(name)
+    for sinks in (None, graph.vector("sinks", HEADS)):
+        attention = graph.attend(q, k, v, kv_offset, arm, sinks)
+        choice = choose_kernel(graph, attention, Lanes("subgroup", 8, 8, 8, 4, 16, 8))
+        bound = {one.name: node for one, node in zip(choice.kernel.bindings, choice.bindings, strict=True)}
+        caches = graph.caches()
+        assert [bound[name] for name in ("q", "cache_k", "cache_v", "y")] == [q, *caches, attention]
+        assert bound["token_count"] == graph.token_count()
+        for name, there, node in (
+            ("HAS_SINKS", sinks is not None, sinks),
+            ("MASKED", arm == "masked", graph.find_data("mask") if arm == "masked" else None),
+            ("OFFSET_ON_DEVICE", kv_offset == "device", graph.offset(kv_offset)),
+        ):
+            assert choice.spec[name] == there
+            # What is not there is bound to something that is.
+            binding = {"HAS_SINKS": "sinks", "MASKED": "mask", "OFFSET_ON_DEVICE": "offset"}[name]
+            assert bound[binding] == (node if there else q)
 
 
-def test_attention_takes_sinks_where_its_attributes_say_so() -> None:
+def test_attention_takes_sinks_and_a_mask_where_its_attributes_say_so() -> None:
     graph = SmallGraph()
     x = graph.hidden()
-    attrs = graph.attrs(graph.attend(x, x, x), AttentionAttrs)
-    with pytest.raises(InvalidInputError, match="sinks"):
-        graph.attention((x, x, x), graph.caches(), graph.token_count(), attrs, sinks=graph.vector("sinks", HEADS))
+    plain = graph.attend(x, x, x)
+    attrs, written = graph.attrs(plain, AttentionAttrs), graph.write_of(plain)
+    extra = {"sinks": graph.vector("sinks", HEADS), "mask": graph.data("mask", (ROWS,))}
+    for name, node in extra.items():
+        with pytest.raises(InvalidInputError, match="sinks and a mask exactly where"):
+            graph.attention(x, graph.caches(), written, graph.token_count(), attrs, **{name: node})
+    with pytest.raises(InvalidInputError, match="sinks and a mask exactly where"):
+        graph.attention(x, graph.caches(), written, graph.token_count(), replace(attrs, masked=True))

@@ -200,8 +200,10 @@ def fuse_rope_write(graph: Graph, roots: Roots) -> Roots:
     for node_id in graph.reachable(roots):
         if graph.node(node_id).op is not Op.ATTENTION:
             continue
-        q, k, v = parts = _qkv(graph, node_id)
         write = graph.node(graph.node(node_id).inputs[3])
+        if write.op is not Op.KV_WRITE:
+            continue
+        q, k, v = parts = _qkv(graph, node_id)
         attrs = graph.attrs(write.id, KvWriteAttrs)
         angles: Sequence[NodeId] = ()
         rotary_dim = 0
