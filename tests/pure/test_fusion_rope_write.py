@@ -196,8 +196,10 @@ def test_a_product_that_others_use_too_stays() -> None:
 
 def test_a_write_that_others_wait_for_too_stays() -> None:
     made = layer()
-    attrs = made.graph.node(made.attention)
-    other = made.graph.add_node(Op.ATTENTION, attrs.inputs, attrs.shape, attrs.attrs)
+    graph = made.graph
+    attention = graph.node(made.attention)
+    inputs = [graph.product(made.x, "another q", SIZES["q"]), *attention.inputs[1:]]
+    other = graph.add_node(Op.ATTENTION, inputs, attention.shape, attention.attrs)
     assert stays(made, other)
 
 
