@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vkdecode.errors import DeviceError
-from vkdecode.graph import Graph, LinearAttrs, NodeId, Op, RopeAttrs, WeightSpec, optimize_graph
+from vkdecode.graph import Graph, LinearAttrs, NodeId, Op, WeightSpec, optimize_graph
 from vkdecode.weights import DType
 
 
 def split(graph: Graph, root: NodeId, most: int) -> list[WeightSpec]:
     """The weight parts that the root's products use after splitting, in order of their rows."""
-    roots = optimize_graph(graph, (root,), "here", fusions=(), most_units=lambda _: most).roots
+    roots = optimize_graph(graph, (root,), "here", fusions=(), max_units=lambda _: most).roots
     nodes = [graph.node(one) for one in graph.reachable(roots) if graph.node(one).op is Op.WEIGHT]
     specs = [graph.attrs(node.id, WeightSpec) for node in nodes]
     return sorted((one for one in specs if not one.vector), key=lambda one: one.first_unit)
@@ -34,25 +34,39 @@ def test_parts_cover_every_row_once(rows: int, most: int) -> None:
     assert graph.node(root).shape == (1, rows)
 
 
-@given(q=st.integers(1, 6), kv=st.integers(1, 3), half=st.sampled_from([2, 5, 32]), most=st.integers(1, 150))
-def test_rotary_parts_keep_heads_whole_and_turn_the_same_ones(q: int, kv: int, half: int, most: int) -> None:
-    heads = q + 2 * kv
-    part_rows = tuple(count * 2 * half for count in (q, kv, kv))
-    spec = WeightSpec(("q", "k", "v"), part_rows, 8, DType.F32, "rope", 2 * half, half)
+@given(pairs=st.integers(1, 150), most=st.integers(1, 100))
+def test_parts_of_a_gate_keep_each_with_its_product(pairs: int, most: int) -> None:
     graph = Graph()
-    x, cos, sin = graph.data("x", (1, 8)), graph.data("cos", (1, half)), graph.data("sin", (1, half))
-    attrs = LinearAttrs(epilogue="rope", rope=RopeAttrs(heads, q + kv, 2 * half, half))
-    root = graph.add_node(Op.LINEAR, [x, graph.weight(spec), cos, sin], (1, heads * 2 * half), attrs)
-    if most < half:
-        with pytest.raises(DeviceError, match=r"q \+ k \+ v"):
-            split(graph, root, most)
-        return
+    x = graph.data("x", (1, 8))
+    spec = WeightSpec(("gate", "up"), (pairs, pairs), 8, DType.F16, order="gated")
+    attrs = LinearAttrs(epilogue="gated", activation=Op.SILU)
+    root = graph.add_node(Op.LINEAR, [x, graph.weight(spec)], (1, pairs), attrs)
     parts = split(graph, root, most)
-    assert all(one.first_unit % half == 0 and one.units % half == 0 for one in parts)
-    ropes = [graph.attrs(one, LinearAttrs).rope for one in graph.reachable([root]) if graph.node(one).op is Op.LINEAR]
-    turned = [rope for rope in ropes if rope is not None]
-    assert sum(rope.heads for rope in turned) == heads
-    assert sum(rope.rotated_heads for rope in turned) == q + kv
+    assert [unit for one in parts for unit in range(one.first_unit, one.first_unit + one.units)] == list(range(pairs))
+    products = [graph.node(one) for one in graph.reachable([root]) if graph.node(one).op is Op.LINEAR]
+    assert [node.shape[1] for node in products] == [one.units for one in parts]
+    assert {node.attrs for node in products} == {attrs}
+    assert graph.node(root).shape == (1, pairs)
+
+
+def test_a_stack_of_experts_is_not_split() -> None:
+    """A token's experts may lie anywhere in it."""
+    graph = Graph()
+    x = graph.data("x", (1, 8))
+    route = graph.route(graph.data("logits", (1, 3)), graph.data("token_count", (1,), DType.U32), 2, True)
+    names = ("a", "b", "c")
+    weight = graph.weight(WeightSpec(names, (30, 30, 30), 8, DType.F16, experts=3))
+    root = graph.expert_linear(x, weight, route)
+    before = graph.generation
+    split(graph, root, 10)
+    assert graph.generation == before
+
+
+def test_not_even_one_row_is_refused() -> None:
+    graph = Graph()
+    root = graph.linear(graph.data("x", (1, 8)), graph.weight(WeightSpec(("w",), (30,), 8, DType.F32)))
+    with pytest.raises(DeviceError, match="not even one block of rows of w fits"):
+        split(graph, root, 0)
 
 
 def test_a_residual_is_added_once_after_joining() -> None:

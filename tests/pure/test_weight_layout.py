@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from vkdecode.errors import ConfigError
 from vkdecode.graph import RowPick, WeightSpec
+from vkdecode.runtime.weight_layout import device_rows, pack_rows, packed_bytes, picked_rows, weight_bytes
 from vkdecode.weights.block_layout import BLOCK_LAYOUTS, block_words
-from vkdecode.runtime.weight_layout import pack_rows, packed_bytes, picked_rows, device_rows, weight_bytes
 from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
 from vkdecode.weights.dtypes import BLOCK_DTYPES, DType
 
@@ -53,29 +53,31 @@ def test_a_gate_stands_in_the_tile_before_its_product(pairs: int, tile: int, row
         assert slots[at + tile] == pairs + pair
 
 
-@given(st.integers(1, 6), st.integers(1, 20), st.data(), TILES, ROW_TILES)
-def test_rows_that_one_rotation_turns_are_a_tile_apart(
-    heads: int, half: int, data: st.DataObject, tile: int, row_tiles: int
-) -> None:
+@given(st.integers(1, 6), st.integers(1, 20), st.data(), TILES)
+def test_rows_that_one_rotation_turns_are_a_tile_apart(heads: int, half: int, data: st.DataObject, tile: int) -> None:
+    """A lane holds two neighbouring pairs, in the first two tiles of a block and in the last two."""
     rotary_half = data.draw(st.integers(0, half))
     one = spec((heads * 2 * half,), "rope", head_dim=2 * half, rotary_dim=2 * rotary_half)
-    slots = device_rows(one, tile, tile * row_tiles)
-    assert_each_row_once(slots, heads * 2 * half, tile * row_tiles)
+    slots = device_rows(one, tile, tile * 4)
+    assert_each_row_once(slots, heads * 2 * half, tile * 4)
     for pair in range(heads * half):
         head, i = divmod(pair, half)
-        at = pair // tile * 2 * tile + pair % tile
+        block, within = divmod(pair, 2 * tile)
+        lane, odd = divmod(within, 2)
+        at = block * 4 * tile + odd * 2 * tile + lane
         first, second = slots[at] - head * 2 * half, slots[at + tile] - head * 2 * half
         if i < rotary_half:
             assert (first, second) == (i, i + rotary_half)
         else:
             # Rows that are not rotated pass through in pairs, in order.
             assert (first, second) == (i + rotary_half, i + half)
+    assert weight_bytes(one, tile, tile * 4) == packed_bytes(one, slots.size)
 
 
 def test_stacked_projections_pair_within_each_head() -> None:
     one = spec((8, 4, 4), "rope", head_dim=4, rotary_dim=4)
-    assert device_rows(one, 2, 8).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15]
-    assert device_rows(one, 4, 8).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    assert device_rows(one, 2, 8).tolist() == [0, 4, 2, 6, 1, 5, 3, 7, 8, 12, 10, 14, 9, 13, 11, 15]
+    assert device_rows(one, 4, 16).tolist() == [0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15]
 
 
 @pytest.mark.parametrize(("gate", "up"), [(3, 4), (4, 3)])
