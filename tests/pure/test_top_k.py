@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from dataclasses import replace
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +14,14 @@ from fakes import VOCAB_SIZE, FakeContext, FakeKvCache, FakeModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from order_check import faults, places
+from order_check import accesses_of, faults, missing, segments_of
 from tiny_llama import LANES, LOCATION, PATHS, step_graph
 
-from vkdecode.decode import MOST_CANDIDATES, StepOptions
-from vkdecode.decode.candidates import candidates_node, host_copies, left_out, with_candidates
+from vkdecode.decode import MAX_TOP_K, StepGraph, StepOptions
+from vkdecode.decode.top_k import left_out, top_k_node, with_top_k
 from vkdecode.errors import InvalidInputError, VkDecodeError
-from vkdecode.graph import FUSIONS, Graph, NodeId, Op, TopKAttrs, optimize_graph, splice_host_copy
-from vkdecode.runtime import OrderStep, Plan, lower, steps_for
+from vkdecode.graph import FUSIONS, Graph, Op, TopKAttrs, optimize_graph, splice_host_copy
+from vkdecode.runtime import WORK_PER_SUBMISSION, Dispatch, OrderStep, Plan, lower, steps_for
 from vkdecode.sampling import Sampler, SamplingParams
 from vkdecode.token_model import KvFeed
 
@@ -157,71 +157,88 @@ def test_a_failing_pass_leaves_the_feed_as_it_was() -> None:
 # Plans
 
 
-def plan_with_candidates(
-    kv_offset: str, arm: str, lanes: str, fused: bool, seq: int = 1, cut_after: tuple[Op, ...] = ()
-) -> tuple[Graph, Any, Plan]:
+@functools.cache
+def plan_with_top_k(
+    kv_offset: str, arm: str, lanes: str, fused: bool, seq: int = 1, work: int = WORK_PER_SUBMISSION
+) -> tuple[Graph, StepGraph, Plan]:
     options = StepOptions(seq, "last", kv_offset, arm)
-    step = with_candidates(step_graph("llama", options), options)
-    roots = (splice_host_copy(step.graph, step.logits), *step.effects, *host_copies(step))
-    optimized = optimize_graph(step.graph, roots, LOCATION, fusions=FUSIONS if fused else ())
-    return step.graph, step, lower(step.graph, optimized, LANES[lanes], cut_after)
+    step = with_top_k(step_graph("llama", options), options)
+    graph = step.graph
+    roots = (splice_host_copy(graph, step.logits), *step.effects, *(splice_host_copy(graph, one) for one in step.top_k))
+    optimized = optimize_graph(graph, roots, LOCATION, fusions=FUSIONS if fused else ())
+    return graph, step, lower(graph, optimized, LANES[lanes], 1 << 30, work)
 
 
 @pytest.mark.parametrize("logits", ["all", "none"])
-def test_steps_without_a_row_have_no_candidates(logits: str) -> None:
+def test_steps_without_a_row_have_no_lists(logits: str) -> None:
     options = StepOptions(16, logits, "device", "bounded")
     step = step_graph("llama", options)
     nodes = len(step.graph)
-    assert with_candidates(step, options).candidates == ()
+    assert with_top_k(step, options).top_k == ()
     assert len(step.graph) == nodes
 
 
 def test_the_shortest_list_that_suffices_is_chosen() -> None:
-    graph, step, _ = plan_with_candidates("device", "bounded", "subgroup", True)
-    counts = {}
-    for count in (1, 2, MOST_CANDIDATES):
-        node = candidates_node(step, count)
+    graph, step, plan = plan_with_top_k("device", "bounded", "subgroup", True)
+    ks = {}
+    for k in (1, 2, MAX_TOP_K):
+        node = top_k_node(step, k)
         assert node is not None
-        counts[count] = graph.attrs(node, TopKAttrs).k
-    assert counts == {1: 1, 2: 64, 64: 64}
-    assert candidates_node(step, MOST_CANDIDATES + 1) is None
+        ks[k] = graph.attrs(node, TopKAttrs).k
+    assert ks == {1: 1, 2: 64, 64: 64}
+    assert top_k_node(step, MAX_TOP_K + 1) is None
+    assert plan.results == {step.logits: 640, step.top_k[0]: 8, step.top_k[1]: 512}
 
 
-@pytest.mark.parametrize(("seq", "cut_after"), [(1, ()), (16, ()), (16, (Op.ATTENTION,)), (16, (Op.LINEAR,))])
+@pytest.mark.parametrize(("seq", "work"), [(1, WORK_PER_SUBMISSION), (16, WORK_PER_SUBMISSION), (16, 400_000)])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
 def test_each_recording_is_ordered_and_holds_what_it_needs(
-    kv_offset: str, arm: str, lanes: str, fused: bool, seq: int, cut_after: tuple[Op, ...]
+    kv_offset: str, arm: str, lanes: str, fused: bool, seq: int, work: int
 ) -> None:
-    graph, step, plan = plan_with_candidates(kv_offset, arm, lanes, fused, seq, cut_after)
+    graph, step, plan = plan_with_top_k(kv_offset, arm, lanes, fused, seq, work)
+    accesses = accesses_of(graph, plan)
     kernels = {}
-    for wanted in (step.logits, *step.candidates):
+    for wanted in (step.logits, *step.top_k):
         out = left_out(step, wanted)
-        kept = [at for at, one in enumerate(plan.dispatches) if one.node not in out]
-        order = _steps_without(plan, out)
-        numbered = [
-            [step if step.kind != "run" else type(step)("run", dispatch=kept.index(step.dispatch)) for step in steps]
-            for steps in order
-        ]
-        accesses = [(plan.dispatches[at].reads, plan.dispatches[at].writes) for at in kept]
-        ends = np.cumsum([0, *plan.segments])
-        segments = [sum(a <= at < b for at in kept) for a, b in itertools.pairwise(ends)]
-        uploads = {one for one in plan.constants if graph.node(one).op is Op.DATA}
-        assert faults(numbered, accesses, segments, uploads, {step.logits, wanted}) == []
-        in_memory = [[replace(step, buffers=places(plan, step.buffers)) for step in steps] for steps in numbered]
-        held = [(places(plan, reads), places(plan, writes)) for reads, writes in accesses]
-        assert faults(in_memory, held, segments, targets=places(plan, (step.logits, wanted))) == []
+        for held in (False, True):  # a held recording also leaves out what takes symbols: the moves of rows
+            kept = [at for at, one in enumerate(plan.dispatches) if one.node not in out]
+            kept = [at for at in kept if not (held and moves(graph, plan.dispatches[at]))]
+            order = recorded(plan, kept)
+            assert faults(order, accesses, segments_of(plan.order, kept)) == []
+            assert missing(graph, plan, kept, [wanted]) == []
         kernels[wanted] = [plan.dispatches[at].kernel.key.split()[0] for at in kept]
-        unsynced = {one for at, run in enumerate(plan.dispatches) if at not in kept for one in run.writes}
-        assert not unsynced & {one for steps in order for each in steps if each.kind == "sync" for one in each.buffers}
+        others = {*plan.results} - {step.logits, wanted}
+        assert len(missing(graph, plan, kept, others)) == len(others)
     row, one, many = kernels.values()
-    assert not {"group_max", "top_k"} & set(row)
+    assert not {"group_max", "top_k", "kv_move"} & set(row)
     assert sorted([*row, "group_max", "top_k"]) == sorted(one) == sorted(many)
 
 
-def _steps_without(plan: Plan, out: frozenset[NodeId]) -> tuple[tuple[OrderStep, ...], ...]:
-    return steps_for(plan, lambda one: one.node not in out)
+def recorded(plan: Plan, kept: Sequence[int]) -> tuple[tuple[OrderStep, ...], ...]:
+    nodes = {plan.dispatches[at].node for at in kept}
+    return steps_for(plan, lambda one: one.node in nodes)
+
+
+def moves(graph: Graph, dispatch: Dispatch) -> bool:
+    return graph.node(dispatch.node).op is Op.KV_MOVE
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_leaves_out_too_much_is_found(fused: bool) -> None:
+    """Each dispatch but those of the other lists is needed by the list that is wanted."""
+    graph, step, plan = plan_with_top_k("symenv", "masked", "subgroup", fused)
+    wanted = step.top_k[0]
+    out = left_out(step, wanted)
+    kept = [at for at, one in enumerate(plan.dispatches) if one.node not in out and not moves(graph, one)]
+    writes_of_rows = 0
+    for one in kept:
+        found = missing(graph, plan, [at for at in kept if at != one], [wanted])
+        only_rows = graph.node(plan.dispatches[one].node).op is Op.KV_WRITE
+        writes_of_rows += only_rows
+        assert bool(found) != only_rows  # what a cache holds is not looked at
+    assert writes_of_rows == (0 if fused else 2)
 
 
 @pytest.mark.parametrize("k", [0, 65, 161])
@@ -246,5 +263,5 @@ def test_enough_groups_hold_a_value(columns: int) -> None:
     attrs: Any = node.attrs
     groups = np.arange(node.shape[1] // 2)
     first = groups // attrs.width * attrs.width * attrs.length + groups % attrs.width
-    assert (first < columns).sum() >= min(columns, MOST_CANDIDATES)
+    assert (first < columns).sum() >= min(columns, MAX_TOP_K)
     assert groups.size * attrs.length >= columns
