@@ -142,7 +142,7 @@ def check_kv_cache(model: PlannedModel, weights: Sequence[WeightSpec], geometry:
             f"a layer's K of {geometry.nbytes} bytes exceeds the largest storage buffer of device {device.info}, "
             f"{buffer} bytes; {advice}"
         )
-    check_cached_rows(device.info, lanes_of(device), geometry.head_dim, geometry.rows)
+    check_cached_rows(device.info, lanes_of(device), geometry.head_dim, geometry.max_seq_len, geometry.rows)
     needed = kv_bytes(geometry)
     if needed > device.free_bytes:
         advice = _advice(geometry.dtype, lambda dtype: _max_rows(model, replace(geometry, dtype=dtype)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from vkdecode.gpu import DeviceInfo, Lanes, check_buffer, check_dispatch, largest_buffer, storage_bytes
-from vkdecode.graph import Graph, KvAttrs, NodeId, Op, WeightSpec
+from vkdecode.graph import AttentionAttrs, Graph, KvAttrs, NodeId, Op, WeightSpec
 from vkdecode.runtime.passes import check_cached_rows
 from vkdecode.runtime.plan import Plan, value_bytes
 from vkdecode.runtime.weight_layout import weight_bytes
@@ -91,7 +91,8 @@ def check_plan(graph: Graph, plan: Plan, info: DeviceInfo, lanes: Lanes) -> None
         bound = [storage_bytes(sizes[node]) for node in dispatch.bindings]
         check_dispatch(info, dispatch.kernel, dispatch.spec, dispatch.workgroups, bound)
         if graph.node(dispatch.node).op is Op.ATTENTION:
-            check_cached_rows(info, lanes, dispatch.spec["HEAD_DIM"], graph.node(dispatch.bindings[1]).shape[1])
+            attrs, cache = graph.attrs(dispatch.node, AttentionAttrs), graph.node(dispatch.bindings[1])
+            check_cached_rows(info, lanes, attrs.head_dim, attrs.max_seq_len, cache.shape[1])
 
 
 def _constant_bytes(graph: Graph, node_id: NodeId, lanes: Lanes) -> int:

@@ -52,8 +52,8 @@ def max_cached_rows(lanes: Lanes, head_dim: int) -> int:
     return _MAX_ATTENTION_PASSES // each * workgroup
 
 
-def check_cached_rows(info: DeviceInfo, lanes: Lanes, head_dim: int, rows: int) -> None:
-    """Refuse a cache that attention would read only the beginning of.
+def check_cached_rows(info: DeviceInfo, lanes: Lanes, head_dim: int, max_seq_len: int, rows: int) -> None:
+    """Refuse a cache that attention would read only the beginning of; `rows` counts the landing rows too.
 
     Raises:
         DeviceError: the device is a CPU driver and the cache is longer; the longest length is named.
@@ -62,6 +62,6 @@ def check_cached_rows(info: DeviceInfo, lanes: Lanes, head_dim: int, rows: int) 
     most = max_cached_rows(lanes, head_dim)
     if info.kind == "cpu" and rows > most:
         raise DeviceError(
-            f"a KV cache of {rows} rows is too long for device {info}: CPU drivers end the loops of a kernel before "
-            f"attention has read them all; use max_seq_len up to {most}, or a GPU"
+            f"a KV cache of {max_seq_len} rows is too long for device {info}: CPU drivers end the loops of a kernel "
+            f"before attention has read them all; use max_seq_len up to {most - (rows - max_seq_len)}, or a GPU"
         )
