@@ -67,8 +67,8 @@ def run_steps(
 ) -> list[tuple[StepResult, int]]:
     """Run tokens after what the cache holds and append their rows to it.
 
-    A single token runs through the decode session that the context keeps, which is built on the first one and
-    re-bound or dropped when `validity_for` says so. More tokens run as chunks of a prompt.
+    A single token runs through the decode session that the context keeps, which is built on the first one and re-bound
+    or dropped when `validity_for` says so. More tokens run as chunks of a prompt.
 
     Args:
         model: whose weights.

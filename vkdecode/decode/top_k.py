@@ -22,8 +22,8 @@ MAX_TOP_K = 64
 class Candidates:
     """The highest logits of a row and whose they are.
 
-    Where the best logit is not finite, these are the whole row in the order of ids, so that an error can say what is
-    in it.
+    Where the best logit is not finite, these are the whole row in the order of ids, so that an error can say what is in
+    it.
 
     Attributes:
         token_ids: int64 [k], best first; of equal logits the lower ids.

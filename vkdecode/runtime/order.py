@@ -39,8 +39,8 @@ class OrderStep:
 def plan_order(accesses: Sequence[Access], segments: Sequence[int]) -> tuple[tuple[OrderStep, ...], ...]:
     """Place the barriers: before each read after a write, write after a read and write after a write of a byte.
 
-    A barrier orders all that ran before it, and names every place written since the last one, so that nothing older
-    is left to look at.
+    A barrier orders all that ran before it, and names every place written since the last one, so that nothing older is
+    left to look at.
 
     Args:
         accesses: of each dispatch.

@@ -124,8 +124,8 @@ def _split_q2_k(blocks: Bytes) -> Fields:
 
 def _split_q3_k(blocks: Bytes) -> Fields:
     hmask, qs, scales, d = _fields(32, 64, 12, 2)(blocks)
-    # The file has scales 0 to 7 in the low and 8 to 15 in the high nibbles of 8 bytes, and the two top bits of scale
-    # 4 f + b in field f of byte b; here scale i stands in nibble and field i.
+    # The file has scales 0 to 7 in the low and 8 to 15 in the high nibbles of 8 bytes, and the two top bits of scale 4
+    # f + b in field f of byte b; here scale i stands in nibble and field i.
     first, top = scales[:, :8], scales[:, 8:]
     nibbles = np.concatenate([first & 15, first >> 4], axis=1)
     low = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
