@@ -12,7 +12,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import build_shaders
 from build_shaders import BuildError, Shader, compile_one, kernel_key, parse_shader
-
 from vkdecode.errors import ShaderError
 from vkdecode.gpu import Kernel, kernels
 

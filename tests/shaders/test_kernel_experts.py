@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from vkdecode.gpu import Lanes
 from vkdecode.graph import Graph, LinearAttrs, Op, WeightSpec
 from vkdecode.runtime.kernels import choose_kernel
-from vkdecode.runtime.weight_layout import pack_rows, device_rows
+from vkdecode.runtime.weight_layout import device_rows, pack_rows
 from vkdecode.weights.blocks import decode_rows, ggml_type, random_rows
 from vkdecode.weights.dtypes import DType
 
