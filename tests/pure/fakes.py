@@ -146,11 +146,11 @@ def fake_modules(model: FakeModel | BaseException, devices: Sequence[Any] = ()) 
         progress(100, 100)
         return model
 
-    loading, runtime, gpu = (ModuleType(f"vkdecode.{name}") for name in ("loading", "runtime", "gpu"))
+    loading, decode, gpu = (ModuleType(f"vkdecode.{name}") for name in ("loading", "decode", "gpu"))
     vars(loading)["load"] = load
-    vars(runtime)["InferenceContext"] = FakeContext
+    vars(decode)["InferenceContext"] = FakeContext
     vars(gpu)["list_devices"] = lambda: list(devices)
-    return {module.__name__: module for module in (loading, runtime, gpu)}
+    return {module.__name__: module for module in (loading, decode, gpu)}
 
 
 def install(model: FakeModel | BaseException, devices: Sequence[Any] = ()) -> None:

@@ -223,9 +223,9 @@ def test_closing_frees_what_the_conversation_made(monkeypatch: pytest.MonkeyPatc
             super().__init__(device)
             made.append(self)
 
-    runtime = fake_modules(FakeModel())["vkdecode.runtime"]
-    vars(runtime)["InferenceContext"] = Context
-    monkeypatch.setitem(sys.modules, "vkdecode.runtime", runtime)
+    decode = fake_modules(FakeModel())["vkdecode.decode"]
+    vars(decode)["InferenceContext"] = Context
+    monkeypatch.setitem(sys.modules, "vkdecode.decode", decode)
     model = FakeModel("abc")
     with Conversation(model) as conversation:
         next(conversation.send("Hi"))

@@ -19,7 +19,7 @@ from vkdecode.token_loop import StopMatcher
 
 @pytest.fixture(autouse=True)
 def contexts(monkeypatch: pytest.MonkeyPatch) -> list[FakeContext]:
-    """Stand in for `vkdecode.runtime`; returns the contexts that were made."""
+    """Stand in for `vkdecode.decode`; returns the contexts that were made."""
     made: list[FakeContext] = []
 
     class Context(FakeContext):
@@ -27,9 +27,9 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[FakeContext]:
             super().__init__(device)
             made.append(self)
 
-    runtime = fake_modules(FakeModel())["vkdecode.runtime"]
-    vars(runtime)["InferenceContext"] = Context
-    monkeypatch.setitem(sys.modules, "vkdecode.runtime", runtime)
+    decode = fake_modules(FakeModel())["vkdecode.decode"]
+    vars(decode)["InferenceContext"] = Context
+    monkeypatch.setitem(sys.modules, "vkdecode.decode", decode)
     return made
 
 
@@ -246,7 +246,7 @@ def test_a_cache_is_closed_when_the_context_cannot_be_made(monkeypatch: pytest.M
     def refuse(device: object) -> None:
         raise VkDecodeError("no memory")
 
-    vars(sys.modules["vkdecode.runtime"])["InferenceContext"] = refuse
+    vars(sys.modules["vkdecode.decode"])["InferenceContext"] = refuse
     model = FakeModel("abc")
     with pytest.raises(VkDecodeError, match="no memory"):
         generate(model, "p")

@@ -12,10 +12,10 @@ from model_files import TINY, convert_tiny, write_gguf
 from typer.testing import CliRunner
 
 from vkdecode import cli
+from vkdecode.decode import MemoryReport
 from vkdecode.errors import InvalidInputError, ModelFileError
 from vkdecode.info.inspect_model import ModelInfo, TensorGroup, inspect_model
 from vkdecode.info.text import as_text
-from vkdecode.models import MemoryReport
 
 MAMBA = {"mamba9.block_count": 3, "mamba9.embedding_length": 64, "mamba9.attention.head_count": 4}
 
@@ -79,7 +79,7 @@ INFO = ModelInfo(
     chat_template=True,
     ends={2: "<|im_end|>"},
     device="0: GPU",
-    memory=MemoryReport(4096, "f16", 100, 200, 3, 4, 5, 1000),
+    memory=MemoryReport(4096, "f16", 100, 200, 7, 5, 1000),
 )
 
 
@@ -101,7 +101,7 @@ def test_facts_read_as_lines() -> None:
 def test_json_has_everything() -> None:
     found = json.loads(json.dumps(INFO.as_json()))
     assert found["runs"] is True and found["problems"] == []
-    assert found["memory"]["total"] == INFO.memory.total if INFO.memory else False
+    assert found["memory"]["total"] == 312
     assert found["ends"] == {"2": "<|im_end|>"}
     assert found["tensors"]["mlp"] == {"parameters": 900_000, "types": {"Q4_K": 3, "Q6_K": 1}}
 
