@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -145,6 +146,8 @@ def test_twelve_bindings_are_enough_for_every_step(monkeypatch: pytest.MonkeyPat
     info = gpu(max_storage_buffers_per_stage=MOST_BINDINGS)
     check_keeps(planned_model(monkeypatch, info, small_llama()), info)
     assert max(len(kernel_of(key).bindings) for key in registry().keys()) == MOST_BINDINGS  # noqa: SIM118  # no mapping
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"with at least {MOST_BINDINGS} storage buffers in a kernel" in readme
 
 
 @pytest.mark.parametrize(
