@@ -12,11 +12,11 @@ from order_check import dependences, faults, segments_of
 from paper import PaperDevice, commands_of, on_storages, paper_model
 from tiny_llama import PATHS
 
-from vkdecode.decode import DecodeSession, InferenceContext, StepOptions, build_session
+from vkdecode.decode import DecodeSession, InferenceContext, StepOptions, build_session, plan_step, prompt_steps
 from vkdecode.decode.top_k import left_out
 from vkdecode.gpu import Barrier, Download, Run, StorageKind, Upload
 from vkdecode.graph import Op
-from vkdecode.runtime import WORK_PER_SUBMISSION, ArenaPool
+from vkdecode.runtime import WORK_PER_SUBMISSION, ArenaPool, footprint
 
 LAYERS = 3
 
@@ -128,6 +128,20 @@ def test_plans_of_a_context_share_arenas_and_results(monkeypatch: pytest.MonkeyP
     assert len(set(map(id, data))) == 3
     # The arena, the data of each, the row that ends a chunk, the logits, and two lists.
     assert len(bench.device.allocated) - before == 1 + 3 + 1 + 1 + 2
+
+
+@pytest.mark.parametrize("tokens", [1, 12, 100, 600])
+def test_a_prompts_plans_allocate_what_their_footprint_says(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    bench = Bench(monkeypatch)
+    before = len(bench.device.allocated)
+    steps = prompt_steps(bench.model, tokens)
+    sessions = [build_session(bench.model, options, bench.kv, bench.context) for options in steps]
+    said = footprint(*(plan_step(bench.model, options, bench.kv.geometry) for options in steps))
+    arenas = sum({id(one): one.nbytes for each in sessions for one in each.executable.arenas}.values())
+    made = bench.device.allocated[before:]
+    assert said.activations == sum(made)
+    assert said.staging == sum(made) - arenas
+    assert said.allocations == 2 * len(made) - 1
 
 
 def test_a_larger_plan_takes_an_arena_of_its_own_and_later_ones_share_it(monkeypatch: pytest.MonkeyPatch) -> None:

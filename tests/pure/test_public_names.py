@@ -52,6 +52,24 @@ def test_all_is_sorted_complete_and_without_doubles() -> None:
         assert getattr(vk, name) is not None
 
 
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("Device", "gpu.device"),
+        ("SymEnv", "graph.symbols"),
+        ("InferenceContext", "decode.context"),
+        ("MemoryReport", "decode.memory"),
+        ("KvCache", "decode.kv_cache"),
+        ("DecodeSession", "decode.session"),
+        ("CapturedDecodeSession", "decode.captured"),
+        ("Model", "models.model"),
+    ],
+)
+def test_each_name_is_what_its_home_has(name: str, home: str) -> None:
+    assert getattr(vk, name) is getattr(importlib.import_module(f"vkdecode.{home}"), name)
+    assert getattr(vk, name).__module__ == f"vkdecode.{home}"
+
+
 def test_functions_are_not_hidden_by_modules_of_their_name() -> None:
     importlib.import_module("vkdecode.generate")
     assert inspect.isfunction(vk.generate)
