@@ -68,7 +68,7 @@ class PaperAlgorithm:
         spec: Mapping[str, int],
         workgroups: tuple[int, int, int],
     ) -> None:
-        self.kernel = kernel
+        self.kernel, self.spec, self.workgroups = kernel, spec, workgroups
         self.storages = tuple(storage.whole for storage in storages)
 
 
@@ -131,8 +131,10 @@ def on_storages(
 def _check_bound(executable: Executable, index: int, command: Run) -> None:
     run = executable.plan.dispatches[index]
     bound = [executable.storage(node) for node in run.bindings]
-    assert command.algorithm.kernel is run.kernel
-    assert command.algorithm.storages == tuple(one.whole for one in bound)
+    algorithm = cast(PaperAlgorithm, command.algorithm)
+    assert algorithm.kernel is run.kernel
+    assert (dict(algorithm.spec), algorithm.workgroups) == (dict(run.spec), run.workgroups)
+    assert algorithm.storages == tuple(one.whole for one in bound)
     firsts = {f"{binding.name}_first": one for binding, one in zip(run.kernel.bindings, bound, strict=True)}
     assert {name: command.push[name] for name in firsts} == {name: one.first_byte // 16 for name, one in firsts.items()}
     assert command.push.keys() - firsts.keys() == run.push.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from vkdecode.decode import DecodeSession, InferenceContext, StepOptions, build_
 from vkdecode.decode.top_k import left_out
 from vkdecode.gpu import Barrier, Download, Run, StorageKind, Upload
 from vkdecode.graph import Op
-from vkdecode.runtime import WORK_PER_SUBMISSION, ArenaPool, footprint
+from vkdecode.runtime import WORK_PER_SUBMISSION, ArenaPool, Executable, footprint
 
 LAYERS = 3
 
@@ -111,6 +112,37 @@ def test_the_layers_share_their_algorithms(monkeypatch: pytest.MonkeyPatch, path
         (commands,) = commands_of(recorded(session, 0, False))
         made.append(len({id(one.algorithm) for one in commands if isinstance(one, Run)}))
     assert made[0] == made[1] <= 12
+
+
+@pytest.mark.parametrize("change", [{"workgroups": (1, 1, 1)}, {"spec": {"WORKGROUP": 1}}, {"kernel": None}])
+def test_dispatches_that_differ_have_algorithms_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    bench = Bench(monkeypatch)
+    session = bench.session()
+    plan = session.executable.plan
+    at = max(index for index, one in enumerate(plan.dispatches) if session.graph.node(one.node).op is Op.ATTENTION)
+    run = plan.dispatches[at]
+    if "kernel" in change:
+        change = {"kernel": replace(run.kernel, key="another")}
+    changed = replace(plan, dispatches=(*plan.dispatches[:at], replace(run, **change), *plan.dispatches[at + 1 :]))
+    made = []
+    for one in (plan, changed):
+        executable = Executable(bench.model.device, one, session.base_cache, ArenaPool(bench.model.device))
+        (commands,) = commands_of(executable.record(session.per_token_sym_env(0)))
+        on_storages(executable, range(len(one.dispatches)), [commands])
+        made.append(len({id(each.algorithm) for each in commands if isinstance(each, Run)}))
+    assert made[1] == made[0] + 1
+
+
+@pytest.mark.parametrize("seq", [1, 16])
+def test_each_activation_lies_where_the_plan_says(monkeypatch: pytest.MonkeyPatch, seq: int) -> None:
+    executable = Bench(monkeypatch).session(seq).executable
+    assert len(executable.plan.spans) > 10
+    for node, span in executable.plan.spans.items():
+        storage = executable.storage(node)
+        assert storage.whole is executable.arenas[-1 - span.place]
+        assert (storage.first_byte, storage.first_byte + storage.nbytes) == (span.start, span.end)
 
 
 # What the plans of a context share

@@ -215,6 +215,8 @@ def test_a_recording_that_leaves_dispatches_out_is_ordered(
     plan = Plan(dispatches, order, {}, (), {}, (), ())
     steps = steps_for(plan, lambda one: cast(Any, one) in kept)
     assert faults(steps, accesses, segments_of(order, kept)) == []
+    assert steps_for(plan, lambda _: True) == order
+    assert barriers(steps) <= barriers(order)
     for one in steps:
         kinds = [step.kind for step in one]
         assert kinds[:1] + kinds[-1:] in ([], ["run", "run"])
