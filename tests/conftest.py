@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from vkdecode.gpu import Device
 from vkdecode.loading import load
@@ -18,6 +19,10 @@ sys.path.insert(0, str(Path(__file__).with_name("pure")))
 
 # Started in the background, as some CI runners do, a process ignores Ctrl-C, and so would what the tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 LONGEST = ("tests/shaders/test_lanes.py", "tests/validation/")
 TINY = Path(__file__).with_name("data") / "tiny"
