@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vkdecode.decode import DecodeMode, InferenceContext, KvCache
+from vkdecode.decode import CapturedDecodeSession, DecodeMode, DecodeSession, InferenceContext, KvCache
 from vkdecode.models import Model
 
 Logits = NDArray[np.float32]
@@ -30,6 +30,26 @@ def one_by_one(
 ) -> Logits:
     """Logits [tokens, vocab] of single-token steps."""
     return np.stack([run(model, [one], kv, context, mode) for one in token_ids])
+
+
+def taken(context: InferenceContext) -> DecodeSession:
+    """The session that a context keeps, out of it."""
+    session = context.take_decode_session()
+    assert session is not None
+    return session
+
+
+def kept(context: InferenceContext) -> DecodeSession:
+    """The session that a context keeps, left with it."""
+    session = taken(context)
+    context.put_decode_session(session)
+    return session
+
+
+def capture_of(session: DecodeSession) -> CapturedDecodeSession:
+    """The capture of a session that has one."""
+    assert isinstance(session.capture, CapturedDecodeSession)
+    return session.capture
 
 
 def furthest(first: Logits, second: Logits) -> float:

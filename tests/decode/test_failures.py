@@ -9,15 +9,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from stepping import Logits, furthest, one_by_one, run, token_ids
+from stepping import Logits, capture_of, furthest, one_by_one, run, taken, token_ids
 from tiny_llama import TINY, golden
 
-from vkdecode.decode import DecodeMode, KvCache, step_data
+from vkdecode.decode import DecodeMode, InferenceContext, KvCache, step_data
 from vkdecode.errors import ClosedError, DeviceError, OutOfDeviceMemoryError
 from vkdecode.gpu import Device, Recording
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 EXACT = 1e-4
 REFERENCE = golden("llama")
@@ -93,18 +92,22 @@ def test_a_plan_whose_step_failed_is_not_used_again(llama: Model, monkeypatch: p
         assert context.stats.plans_built == 2
 
 
-@pytest.mark.parametrize("logits", ["last", "all"])
+@pytest.mark.parametrize(
+    ("logits", "kv_offset", "after"), [("last", "device", 1), ("all", "device", 3), ("last", "symenv", 5)]
+)
 def test_a_prompt_that_breaks_off_between_chunks_leaves_nothing(
-    llama: Model, monkeypatch: pytest.MonkeyPatch, logits: str
+    llama: Model, monkeypatch: pytest.MonkeyPatch, logits: str, kv_offset: str, after: int
 ) -> None:
+    """On the SymEnv path the fifth submission is the third chunk, and the sixth moves its rows."""
+    mode = DecodeMode("captured", kv_offset)
     ids = list(token_ids(280, llama.vocab_size))
     with InferenceContext(llama.device) as context, closing(llama.new_kv_cache(300)) as kv:
-        run(llama, PROMPT[:5], kv, context)
-        with one_failing_submission(monkeypatch, after=3) as calls, pytest.raises(DeviceError):
-            run(llama, ids, kv, context, logits=logits)
-        assert len(calls) == 4
+        run(llama, PROMPT[:5], kv, context, mode)
+        with one_failing_submission(monkeypatch, after) as calls, pytest.raises(DeviceError):
+            run(llama, ids, kv, context, mode, logits)
+        assert len(calls) == after + 1
         assert kv.cached_len == 5
-        assert furthest(run(llama, PROMPT[5:], kv, context), REFERENCE.logits[-1]) <= EXACT
+        assert furthest(run(llama, PROMPT[5:], kv, context, mode), REFERENCE.logits[-1]) <= EXACT
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -126,7 +129,7 @@ def test_an_interrupt_is_passed_on_and_leaves_nothing(
 # Memory
 
 
-def taken(device: Device) -> int:
+def memory(device: Device) -> int:
     gc.collect()
     return device.allocated_bytes
 
@@ -143,7 +146,7 @@ def room_for(device: Device, nbytes: int) -> Iterator[None]:
 
 
 def out_of_memory_while_loading(device: Device, nbytes: int) -> None:
-    before = taken(device)
+    before = memory(device)
     with room_for(device, nbytes):
         try:
             load(TINY / "llama", device=device)
@@ -155,10 +158,10 @@ def out_of_memory_while_loading(device: Device, nbytes: int) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_uploaded(own_device: Device) -> None:
-    before = taken(own_device)
+    before = memory(own_device)
     for nbytes in (0, 1000, 100_000, 300_000):
         out_of_memory_while_loading(own_device, nbytes)
-    assert taken(own_device) == before
+    assert memory(own_device) == before
     with (
         load(TINY / "llama", device=own_device) as model,
         closing(model.new_kv_cache(40)) as kv,
@@ -168,8 +171,8 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_uploaded(own_dev
 
 
 def test_a_cache_that_does_not_fit_gives_back_what_it_took(own_device: Device, own_model: Model) -> None:
-    size = own_model.kv_geometry(64, "f32").slot_bytes
-    before = taken(own_device)
+    size = own_model.kv_geometry(64, "f32").nbytes
+    before = memory(own_device)
     for slots in range(4):
         with room_for(own_device, slots * size + 16):
             try:
@@ -181,7 +184,7 @@ def test_a_cache_that_does_not_fit_gives_back_what_it_took(own_device: Device, o
                 pytest.fail("this much memory cannot have been enough")
     with room_for(own_device, 4 * size):
         own_model.new_kv_cache(64).close()
-    assert taken(own_device) == before
+    assert memory(own_device) == before
 
 
 @pytest.mark.parametrize("tokens", [1, 24], ids=["decode", "prompt"])
@@ -191,10 +194,10 @@ def test_a_plan_that_does_not_fit_gives_back_what_it_took(
 ) -> None:
     mode = DecodeMode(rung)
     with closing(own_model.new_kv_cache(64)) as kv, InferenceContext(own_device) as context:
-        before = taken(own_device)
+        before = memory(own_device)
         refused = 0
         logits: Logits | None = None
-        for nbytes in range(0, 1 << 20, 4096 if tokens == 1 else 32768):
+        for nbytes in range(0, 1 << 20, 1024 if tokens == 1 else 16384):
             with room_for(own_device, nbytes):
                 try:
                     logits = run(own_model, PROMPT[:tokens], kv, context, mode)
@@ -211,7 +214,7 @@ def test_a_plan_that_does_not_fit_gives_back_what_it_took(
 
 
 def test_everything_is_given_back_in_the_end(own_device: Device) -> None:
-    before = taken(own_device)
+    before = memory(own_device)
     for _ in range(2):
         with (
             load(TINY / "llama", device=own_device) as model,
@@ -221,16 +224,16 @@ def test_everything_is_given_back_in_the_end(own_device: Device) -> None:
             for rung in ("captured", "held", "rebuild"):
                 for kv_offset in ("device", "symenv"):
                     check_decodes(model, kv, context, DecodeMode(rung, kv_offset))
-        assert taken(own_device) == before
+        assert memory(own_device) == before
 
 
 def test_decoding_takes_no_more_memory_with_every_token(own_device: Device, own_model: Model) -> None:
     with closing(own_model.new_kv_cache(64)) as kv, InferenceContext(own_device) as context:
         for mode in (DecodeMode(), DecodeMode("held"), DecodeMode("captured", "symenv")):
             run(own_model, [1], kv, context, mode)
-            before = taken(own_device)
+            before = memory(own_device)
             one_by_one(own_model, [2, 3, 4, 5], kv, context, mode)
-            assert taken(own_device) == before
+            assert memory(own_device) == before
 
 
 # Things closed while a session holds them
@@ -252,7 +255,7 @@ def test_a_closed_cache_is_refused_and_another_one_served(llama: Model) -> None:
 def test_a_session_can_be_moved_from_a_closed_cache_only(llama: Model) -> None:
     with InferenceContext(llama.device) as context, closing(llama.new_kv_cache(40)) as kv:
         check_decodes(llama, kv, context)
-        session = context.take_decode_session()
+        session = taken(context)
         closed = llama.new_kv_cache(40)
         closed.close()
         refusal = session.rebind_kv(closed)
@@ -297,7 +300,7 @@ def test_a_closed_context_builds_nothing_more(llama: Model) -> None:
 def test_a_closed_session_does_not_run(llama: Model) -> None:
     with InferenceContext(llama.device) as context, closing(llama.new_kv_cache(40)) as kv:
         check_decodes(llama, kv, context)
-        session = context.take_decode_session()
+        session = taken(context)
         session.close()
         session.close()
         with pytest.raises(ClosedError, match="DecodeSession was closed"):
@@ -345,9 +348,9 @@ def test_a_session_notices_a_closed_device_itself() -> None:
         kv = model.new_kv_cache(40)
         context = InferenceContext(device)
         run(model, [1], kv, context)
-        session = context.take_decode_session()
+        session = taken(context)
     data = step_data(model, session, np.array([1], np.uint32), 1)
     env = session.per_token_sym_env(1)
-    for use in (session.capture.replay_token, session.realize_token):
+    for use in (capture_of(session).replay_token, session.realize_token):
         with pytest.raises(ClosedError):
             use(device, data, env)

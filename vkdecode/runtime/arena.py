@@ -96,7 +96,7 @@ class ArenaPool:
         made: list[Storage] = []
         try:
             for size in sizes:
-                storage = next((one for one in self._open() if one not in taken and _serves(one, size, kind)), None)
+                storage = next((one for one in self.held if one not in taken and _serves(one, size, kind)), None)
                 if storage is None:
                     storage = self._device.allocate(size, DType.F32, kind)
                     made.append(storage)
@@ -109,7 +109,9 @@ class ArenaPool:
             raise
         return taken
 
-    def _open(self) -> list[Storage]:
+    @property
+    def held(self) -> list[Storage]:
+        """The storages that plans hold now."""
         found = [storage for known in self._known if (storage := known()) is not None and not storage.closed]
         self._known = [weakref.ref(storage) for storage in found]
         return found

@@ -73,12 +73,20 @@ class Executable:
         self._device = device
         self._storages = {node: cache[node] for node in plan.constants}
         self.bytes_read = 0
-        results = pool.take(list(plan.results.values()), StorageKind.STAGED)
-        self._storages |= zip(plan.results, results, strict=True)
-        self._arenas = pool.take(plan.arena_bytes, StorageKind.DEVICE)
-        for node, span in plan.spans.items():
-            self._storages[node] = self._arenas[-1 - span.place].part(span.start, span.end - span.start)
-        self._algorithms = list(self._make(range(len(plan.dispatches))).values())
+        others = pool.held
+        try:
+            results = pool.take(list(plan.results.values()), StorageKind.STAGED)
+            self._storages |= zip(plan.results, results, strict=True)
+            self._arenas = pool.take(plan.arena_bytes, StorageKind.DEVICE)
+            for node, span in plan.spans.items():
+                self._storages[node] = self._arenas[-1 - span.place].part(span.start, span.end - span.start)
+            self._algorithms = list(self._make(range(len(plan.dispatches))).values())
+        except BaseException:
+            # Now, not when the error is forgotten: whoever handles it may want the memory.
+            for storage in pool.held:
+                if storage not in others:
+                    storage.close()
+            raise
 
     @property
     def arenas(self) -> tuple[Storage, ...]:
