@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from vkdecode.decode import CapturedDecodeSession, DecodeMode, DecodeSession, InferenceContext, KvCache
+from vkdecode.gpu import Recording
 from vkdecode.models import Model
 
 Logits = NDArray[np.float32]
@@ -63,3 +65,24 @@ def furthest(first: Logits, second: Logits) -> float:
 def token_ids(count: int, vocab_size: int, seed: int = 0) -> Sequence[int]:
     """Arbitrary but fixed ids."""
     return [int(one) for one in np.random.default_rng(seed).integers(0, vocab_size, count)]
+
+
+class IdleSequence:
+    """A Kompute sequence on a device that was lost: it returns at once, and says nothing."""
+
+    def eval(self) -> None:
+        pass
+
+
+def lose_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no submission do anything from now on."""
+    submit = Recording.submit
+
+    def idle(recording: Recording) -> None:
+        real, recording._sequence = recording._sequence, IdleSequence()
+        try:
+            submit(recording)
+        finally:
+            recording._sequence = real
+
+    monkeypatch.setattr(Recording, "submit", idle)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from stepping import capture_of, kept, lose_devices
 
-from vkdecode.decode import DecodeMode
+from vkdecode.decode import DecodeMode, DecodeSession, InferenceContext
 from vkdecode.errors import DeviceLostError, InvalidInputError
-from vkdecode.gpu import Device, Recording
+from vkdecode.gpu import Device
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 TinyModels = Callable[..., Model]
 IDS = [5, 9, 77, 3, 120, 41, 8, 15, 16, 23, 42, 99, 100, 7, 64, 31, 12]
@@ -24,10 +25,24 @@ def logits_at_cap(model: Model, mode: DecodeMode, cap: int) -> tuple[list[np.nda
         found = [model.forward_with_kv_context_persistent(IDS, kv, context, mode)]
         for token in IDS[:3]:
             found.append(model.forward_with_kv_context_persistent([token], kv, context, mode))
-        session = context.take_decode_session()
-        count = len(session.executable.plan.segments)
-        context.put_decode_session(session)
-    return found, count
+        session = kept(context)
+        order = session.executable.plan.order
+        assert [len(one) for one in capture_of(session)._recordings.values()] == [len(order)]
+        check_cut_by_work_only(session, cap)
+    return found, len(order)
+
+
+def check_cut_by_work_only(session: DecodeSession, cap: int) -> None:
+    """Each submission takes as much work as the cap allows, or one dispatch that takes more."""
+    dispatches = session.executable.plan.dispatches
+    works = [
+        [dispatches[step.dispatch].work for step in steps if step.kind == "run"]
+        for steps in session.executable.plan.order
+    ]
+    assert sum(map(len, works)) == len(dispatches)
+    for one, behind in pairwise([*works, [cap + 1]]):
+        assert sum(one) <= cap or len(one) == 1
+        assert sum(one) + behind[0] > cap
 
 
 @pytest.mark.parametrize("kv_offset", ["device", "symenv"])
@@ -53,19 +68,20 @@ def test_a_cap_that_allows_nothing_is_refused(device: Device, cap: int) -> None:
         InferenceContext(device, work_per_submission=cap)
 
 
+@pytest.mark.parametrize("kv_offset", ["device", "symenv"])
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("rung", ["captured", "held", "rebuild"])
 def test_a_device_that_stops_executing_is_noticed(
-    llama: Model, monkeypatch: pytest.MonkeyPatch, rung: str, tokens: int
+    llama: Model, monkeypatch: pytest.MonkeyPatch, rung: str, tokens: int, kv_offset: str
 ) -> None:
-    """Kompute reports nothing then, and the host copy still holds the last token's logits: a plausible wrong answer."""
-    mode = DecodeMode(rung)
+    """Kompute reports nothing then, and the staging buffer still holds the last logits: a plausible wrong answer."""
+    mode = DecodeMode(rung, kv_offset)
     with closing(llama.new_kv_cache(40)) as kv, InferenceContext(llama.device) as context:
         first = llama.forward_with_kv_context_persistent(IDS[:tokens], kv, context, mode)
         before = kv.cached_len
         with monkeypatch.context() as patch:
-            patch.setattr(Recording, "submit", lambda self: None)
-            with pytest.raises(DeviceLostError, match=r"submission of \d+ dispatches.*linear.*open a new one"):
+            lose_devices(patch)
+            with pytest.raises(DeviceLostError, match=r"of \d+ dispatches.*(linear|kv_move).*open a new one"):
                 llama.forward_with_kv_context_persistent(IDS[:tokens], kv, context, mode)
         assert kv.cached_len == before
         assert not context.has_decode_session

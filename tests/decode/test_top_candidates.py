@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from stepping import run, token_ids
+from stepping import capture_of, kept, lose_devices, run, token_ids
 from tiny_llama import PATHS, TINY, changed_copy
 
-from vkdecode.decode import Candidates, DecodeMode, KvCache
+from vkdecode.decode import Candidates, DecodeMode, InferenceContext, KvCache
+from vkdecode.decode import context as context_module
 from vkdecode.errors import ContextLengthError, DeviceLostError, InvalidInputError, VkDecodeError
 from vkdecode.generate import generate
-from vkdecode.gpu import Device, Recording
-from vkdecode.graph import Op
+from vkdecode.gpu import Device, Download, Recording, Upload
+from vkdecode.graph import NodeId, Op
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
-from vkdecode.runtime import context as context_module
-from vkdecode.runtime.weight_layout import most_units
+from vkdecode.runtime.weight_layout import max_units
 from vkdecode.sampling import Sampler, SamplingParams
 from vkdecode.token_model import KvFeed
 
@@ -179,14 +178,14 @@ def test_changing_between_rows_and_candidates_builds_nothing_anew(
     assert (stats.plans_built, stats.prefill_plans_built) == (1, 1)
     assert (stats.recordings_made, stats.prefill_recordings_made) == (3, 3)
     before = replace(stats)
-    nodes = context._decode_session.graph_node_count
+    nodes = kept(context).graph_node_count
     for count in (1, 0, 5, 64, 0, 1, 40):
         once(count, PROMPT[:1])
         once(count, PROMPT[:3])
     extra = {"tokens_replayed": before.tokens_replayed + 7, "prefill_replays": before.prefill_replays + 7}
     one_offs = before.one_off_recordings + (14 if kv_offset == "symenv" else 0)
     assert stats == replace(before, **extra, one_off_recordings=one_offs)
-    assert context._decode_session.graph_node_count == nodes
+    assert kept(context).graph_node_count == nodes
 
 
 def test_a_rebound_plan_records_each_kind_again(llama: Model, context: InferenceContext) -> None:
@@ -210,22 +209,51 @@ def test_only_the_candidates_are_read(llama: Model, kv: KvCache, context: Infere
         assert [read(count, tokens) for count in (0, 1, 40, 64)] == [4 * 160, 8, 320, 512]
 
 
+@pytest.mark.parametrize(("kv_offset", "arm"), PATHS[:3])
+def test_only_what_is_asked_for_crosses_to_the_host(
+    llama: Model, kv: KvCache, context: InferenceContext, kv_offset: str, arm: str
+) -> None:
+    """Sixteen bytes for the best token, since no buffer has fewer; everything that a step binds is one upload."""
+    mode = DecodeMode("captured", kv_offset, arm)
+    for tokens in (PROMPT[:1], PROMPT[:5]):
+        kv.truncate_to(0)
+        run(llama, tokens, kv, context, mode)
+        for count in (1, 2, 64):
+            kv.truncate_to(0)
+            llama.top_candidates(tokens, kv, context, count, mode)
+        session = kept(context) if len(tokens) == 1 else next(iter(context.held.values()))
+        recordings = capture_of(session)._recordings
+        downloads = {node: [one.nbytes for one in made[-1].downloads] for node, made in recordings.items()}
+        assert downloads == {
+            session.logits_node: [4 * 160],
+            session.wanted_node(1): [16],
+            session.wanted_node(64): [8 * 64],
+        }
+        for (recording,) in recordings.values():
+            commands = recording._commands
+            uploads = [one.storages for one in commands if isinstance(one, Upload)]
+            assert uploads == [(session.base_cache[session.token_ids_node].whole,)]
+            data = [session.base_cache[node] for node in session.executable.plan.data]
+            assert {one.whole for one in data} == set(uploads[0])
+            assert sum(one.nbytes for one in data) == uploads[0][0].nbytes
+            assert sum(isinstance(one, Download) for one in commands) == 1
+
+
 def test_the_lists_are_what_decides(llama: Model, kv: KvCache, context: InferenceContext) -> None:
     """Negative control: another list on the host gives other candidates, another row does not."""
     expected = llama.top_candidates([3], kv, context, 3)
-    session = context.take_decode_session()
-    context.put_decode_session(session)
-    list_of_64 = session.candidates_nodes[1]
-    real = type(session.executable).submit
+    session = kept(context)
+    list_of_64 = session.top_k_nodes[1]
+    submit = Recording.submit
 
-    def spoil(node: Any) -> Candidates:
-        def submit(executable: Any, recordings: Any) -> None:
-            real(executable, recordings)
-            words = executable.storage(node).data.view(np.uint32)
+    def spoil(node: NodeId) -> Candidates:
+        def spoiled(recording: Recording) -> None:
+            submit(recording)
+            words = session.executable.storage(node).data.view(np.uint32)
             words[:6] = words[:6][::-1].copy()
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(session.executable), "submit", submit)
+            patch.setattr(Recording, "submit", spoiled)
             kv.truncate_to(0)
             return llama.top_candidates([3], kv, context, 3)
 
@@ -257,16 +285,16 @@ def test_a_head_in_parts_gives_the_same_candidates(
     row = run(llama, PROMPT[:1], kv, context)
 
     def smaller(nbytes: int, block_rows: int, where: str) -> Callable[..., int]:
-        return most_units(row.size * 64 * 4 // 3, block_rows, where)
+        return max_units(row.size * 64 * 4 // 3, block_rows, where)
 
-    monkeypatch.setattr(context_module, "most_units", smaller)
+    monkeypatch.setattr(context_module, "max_units", smaller)
     with (
         load(TINY / "llama", device=device) as split,
         InferenceContext(device) as other,
         closing(split.new_kv_cache(64)) as cache,
     ):
         best = split.top_candidates(PROMPT[:1], cache, other, 30)
-        session = other._decode_session
+        session = kept(other)
         assert session.graph.node(session.logits_node).op is Op.CONCAT
         check_best(best, row, 30)
 
@@ -290,7 +318,7 @@ def test_a_lost_device_is_noticed_by_the_list(
 ) -> None:
     mode = DecodeMode(rung)
     llama.top_candidates([3], kv, context, 1, mode)
-    monkeypatch.setattr(Recording, "submit", lambda self: None)
+    lose_devices(monkeypatch)
     with pytest.raises(DeviceLostError, match="top_k"):
         llama.top_candidates([3], kv, context, 1, mode)
 
