@@ -15,12 +15,13 @@ from vkdecode.gpu import (
     Algorithm,
     Device,
     DeviceLocation,
+    Download,
     Recording,
     Run,
     Storage,
     StorageKind,
-    Sync,
     choose_lanes,
+    lanes_of,
     list_devices,
     registry,
 )
@@ -98,7 +99,7 @@ def test_kernels_give_back_what_they_held(fresh: Device) -> None:
         source.data[:] = np.arange(64)
         algorithm = Algorithm(fresh, registry().get("copy_words"), [source, target], {"WORKGROUP": 64}, (1, 1, 1))
         push = {"source_start": 0, "target_start": 0, "count": 64}
-        Recording(fresh, [Run(algorithm, push), Sync((target,))]).submit()
+        Recording(fresh, [Run(algorithm, push), Download((target,))]).submit()
         assert target.data[63] == 63
 
     use()
@@ -178,10 +179,10 @@ def test_lanes_follow_the_device(device: Device) -> None:
     assert shared.form == "shared"
     assert shared.workgroup % shared.tile == 0
     assert shared.workgroup <= device.info.limits.max_compute_work_group_invocations
-    assert device.lanes is device.lanes
-    assert device.lanes == (subgroup if device.info.kind == "cpu" else shared)
+    assert lanes_of(device) is lanes_of(device)
+    assert lanes_of(device) == (subgroup if device.info.kind == "cpu" else shared)
 
 
 def test_a_form_can_be_asked_for() -> None:
     with Device(cpu_ordinal(), lanes="shared") as device:
-        assert device.lanes.form == "shared"
+        assert lanes_of(device).form == "shared"

@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 
 from vkdecode.errors import ClosedError, InvalidInputError, OutOfDeviceMemoryError, ShaderError
-from vkdecode.gpu import Algorithm, Device, Recording, Run, Storage, StorageKind, Sync, Uploader, read_words, registry
+from vkdecode.gpu import (
+    Algorithm,
+    Device,
+    Download,
+    Recording,
+    Run,
+    Storage,
+    StorageKind,
+    Upload,
+    Uploader,
+    read_words,
+    registry,
+)
 from vkdecode.weights.dtypes import DType
 
 
@@ -53,10 +65,39 @@ def test_what_is_no_part_is_refused(whole: Storage, first: int, nbytes: int) -> 
         whole.part(first, nbytes)
 
 
-def test_only_whole_device_memory_has_parts(device: Device, whole: Storage) -> None:
-    for storage in (whole.part(0, 32), device.allocate(32, DType.F32, StorageKind.STAGED)):
-        with pytest.raises(InvalidInputError, match="has no parts"):
-            storage.part(0, 16)
+def test_a_part_has_no_parts(whole: Storage) -> None:
+    with pytest.raises(InvalidInputError, match="has no parts"):
+        whole.part(0, 32).part(0, 16)
+
+
+@pytest.mark.parametrize("kind", [StorageKind.STAGED, StorageKind.HOST])
+def test_the_host_sees_a_part_of_what_it_can_see(device: Device, kind: StorageKind) -> None:
+    storage = device.allocate(48, DType.U32, kind)
+    storage.write(np.arange(12, dtype=np.uint32))
+    part = storage.part(16, 20)
+    assert (part.kind, part.data.view(np.uint32).tolist()) == (kind, list(range(4, 12)))
+    part.write(np.array([70, 80], np.uint32))
+    part.words[3] = 90
+    with pytest.raises(InvalidInputError, match="36 bytes do not fit a storage of 32"):
+        part.write(np.zeros(9, np.uint32))
+    assert storage.data.view(np.uint32).tolist() == [0, 1, 2, 3, 70, 80, 6, 90, 8, 9, 10, 11]
+
+
+def test_parts_travel_with_their_whole(device: Device) -> None:
+    """Both to the device and back, and the kernel between them knows only where its parts begin."""
+    source, target = (device.allocate(64, DType.F32, StorageKind.STAGED) for _ in range(2))
+    source.write(np.arange(16, dtype=np.float32))
+    spec = {"WORKGROUP": 8, "COLUMNS": 8, "X_OFFSET": 0, "X_STRIDE": 8}
+    given, wanted = ([one.part(first, 32) for first in (0, 32)] for one in (source, target))
+    crossed = [
+        Run(Algorithm(device, registry().get("contiguize"), [given[at], wanted[1 - at]], spec, (1, 1, 1)))
+        for at in (0, 1)
+    ]
+    recording = Recording(device, [Upload((given[0],)), *crossed, Download((wanted[1],))])
+    for more in (0, 100):
+        source.write(np.arange(16, dtype=np.float32) + more)
+        recording.submit()
+        assert (target.data - more).tolist() == [*range(8, 16), *range(8)]
 
 
 def test_the_memory_is_given_back_with_the_last_part(device: Device) -> None:
@@ -82,7 +123,7 @@ def test_parts_of_one_size_lie_side_by_side_in_buffers_that_are_not_too_large(
     assert [(one.first_byte, one.nbytes, one.dtype, one.encoding) for one in together] == [
         (first, 32, DType.F16, "tiles8") for first in (0, 32, 64)
     ]
-    monkeypatch.setattr("vkdecode.gpu.device._MOST_BYTES_TOGETHER", 64)
+    monkeypatch.setattr("vkdecode.gpu.device._MAX_BYTES_TOGETHER", 64)
     apart = device.allocate_parts(5, 32, DType.F32)
     assert [one.first_byte for one in apart] == [0, 32, 0, 32, 0]
     assert len({one.whole for one in apart}) == 3
@@ -94,7 +135,7 @@ def test_parts_of_one_size_lie_side_by_side_in_buffers_that_are_not_too_large(
 def test_parts_that_do_not_all_fit_leave_nothing_behind(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     before = device.allocated_bytes
-    monkeypatch.setattr("vkdecode.gpu.device._MOST_BYTES_TOGETHER", 64)
+    monkeypatch.setattr("vkdecode.gpu.device._MAX_BYTES_TOGETHER", 64)
     monkeypatch.setattr(device, "info", replace(device.info, heap_bytes=before + 150))
     with pytest.raises(OutOfDeviceMemoryError):
         device.allocate_parts(6, 32, DType.F32)
@@ -131,7 +172,7 @@ def test_kernels_read_a_part_from_where_it_begins(device: Device, whole: Storage
     kernel = registry().get("embed", DTYPE="f32", PART=0)
     for first in (0, 512):
         algorithm = Algorithm(device, kernel, [weights.part(first, 512), ids, out], spec, (1, 1, 1))
-        Recording(device, [Run(algorithm), Sync((out,))]).submit()
+        Recording(device, [Run(algorithm), Download((out,))]).submit()
         # Four rows lie side by side, so the first row's words are four apart.
         assert out.data.tolist() == [first / 4 + 4 * column for column in range(4)]
 

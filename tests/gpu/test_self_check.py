@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from vkdecode.errors import DeviceError, VkDecodeWarning
-from vkdecode.gpu import Device, SelfCheck, choose_lanes, list_devices, run_self_check, self_check
-from vkdecode.gpu import lanes as lanes_module
+from vkdecode.gpu import Device, SelfCheck, choose_lanes, lane_choice, list_devices, run_self_check, self_check
 from vkdecode.loading import load
 
 WORKGROUP = 64
@@ -27,7 +26,7 @@ def fresh() -> Iterator[Device]:
 
 
 def found(monkeypatch: pytest.MonkeyPatch, check: SelfCheck) -> None:
-    monkeypatch.setattr(lanes_module, "run_self_check", lambda *_: check)
+    monkeypatch.setattr(lane_choice, "run_self_check", lambda *_: check)
 
 
 def test_a_sound_device_passes_and_takes_nothing(fresh: Device) -> None:
