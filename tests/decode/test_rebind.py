@@ -6,14 +6,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from stepping import Logits, furthest, run, token_ids
-from tiny_llama import TINY
+from stepping import Logits, furthest, run, taken, token_ids
+from tiny_llama import PATHS, TINY
 
 from vkdecode.decode import (
     DecodeSession,
+    InferenceContext,
     KvAllocId,
     KvCache,
     KvLayer,
@@ -27,7 +29,6 @@ from vkdecode.errors import DeviceError, InvalidInputError
 from vkdecode.gpu import Device, DeviceLocation, Storage, StorageKind, list_devices, read_words
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 from vkdecode.weights import DType
 
 ROWS = 16
@@ -91,7 +92,7 @@ def outside(device: Device, nbytes: int) -> Storage:
 
 
 def slot_bytes(kv: KvCache) -> int:
-    return kv.geometry.slot_bytes
+    return kv.geometry.nbytes
 
 
 def test_a_rebound_plan_writes_into_the_new_cache_and_no_longer_into_the_old(
@@ -117,6 +118,63 @@ def test_each_slot_is_bound_to_its_own_storage(session: DecodeSession, other: Kv
         for which, node in enumerate(nodes):
             assert session.base_cache[node] is other.rebind_slot(layer, which)
             assert session.executable.storage(node) is other.rebind_slot(layer, which)
+
+
+@pytest.mark.parametrize("seq", [1, 16])
+@pytest.mark.parametrize("path", PATHS, ids="-".join)
+def test_only_what_binds_the_cache_is_made_again(
+    llama: Model, kv: KvCache, other: KvCache, context: InferenceContext, path: tuple[str, str], seq: int
+) -> None:
+    with closing(build_session(llama, StepOptions(seq, "last", *path), kv, context)) as session:
+        executable = session.executable
+        before = list(executable._algorithms)
+        assert session.rebind_kv(other) is None
+        after = list(executable._algorithms)
+        slots = {node for nodes in session.kv_nodes for node in nodes}
+        over_cache = [bool(slots.intersection(one.bindings)) for one in executable.plan.dispatches]
+        assert [old is not new for old, new in zip(before, after, strict=True)] == over_cache
+        # What writes rows and what reads them, and in the masked arm of the SymEnv path what moves them.
+        kinds = {executable.plan.dispatches[at].kernel.key.split()[0] for at, over in enumerate(over_cache) if over}
+        assert kinds == {"linear", "attention", *(["kv_move"] if path == ("symenv", "masked") else [])}
+        assert len(set(after) - set(before)) == len(kinds)
+        assert len(set(after)) == len(set(before))
+        wholes = {one.whole for layer in other.layers for one in (layer.k, layer.v)}
+        held = {one.whole for layer in kv.layers for one in (layer.k, layer.v)}
+        for algorithm, over in zip(after, over_cache, strict=True):
+            assert wholes.issubset(algorithm.storages) == over
+            assert held.isdisjoint(algorithm.storages)
+
+
+def test_a_rebind_that_the_driver_refuses_changes_nothing(
+    llama: Model, session: DecodeSession, kv: KvCache, other: KvCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = step(llama, session, 3, 0)
+    before = list(session.executable._algorithms), session.alloc_id, session.binding_epoch
+
+    class Refusing:
+        """A Kompute manager that makes one more algorithm and then none."""
+
+        def __init__(self, manager: Any) -> None:
+            self._manager, self._left = manager, 1
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "algorithm":
+                self._left -= 1
+                if self._left < 0:
+                    raise RuntimeError("VK_ERROR_OUT_OF_DEVICE_MEMORY")
+            return getattr(self._manager, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llama.device, "_manager", Refusing(llama.device.manager))
+        with pytest.raises(DeviceError, match="refuses kernel"):
+            session.rebind_kv(other)
+    assert (list(session.executable._algorithms), session.alloc_id, session.binding_epoch) == before
+    for layer, nodes in enumerate(session.kv_nodes):
+        for which, node in enumerate(nodes):
+            assert session.base_cache[node] is session.executable.storage(node) is kv.rebind_slot(layer, which)
+    np.testing.assert_array_equal(step(llama, session, 3, 0), wanted)
+    assert session.rebind_kv(other) is None
+    np.testing.assert_array_equal(step(llama, session, 3, 0), wanted)
 
 
 def check_refused(model: Model, session: DecodeSession, source: Offer, wanted: RebindRefusal) -> RebindRefusal:
@@ -218,7 +276,7 @@ def test_a_cache_with_memory_from_outside_is_decoded_by_new_plans(
     with closing(llama.new_kv_cache(ROWS)) as plain:
         assert np.array_equal(run(llama, ids[:1], plain, context), wanted[0])
     assert (stats.plans_built, stats.rebinds, stats.rebinds_refused) == (3, 0, 2)
-    session = context.take_decode_session()
+    session = taken(context)
     refusal = session.rebind_kv(kv)
     assert refusal is not None
     assert (refusal.kind, refusal.baked, refusal.incoming) == ("RESIDENCY_UNKNOWN", llama.device.location, None)
@@ -234,7 +292,7 @@ def test_all_of_a_cache_can_be_from_outside(llama: Model, kv: KvCache, context: 
     assert all(
         np.array_equal(run(llama, [one], kv, context), logits) for one, logits in zip((3, 4), wanted, strict=True)
     )
-    session = context.take_decode_session()
+    session = taken(context)
     assert session.location is None
     refusal = session.rebind_kv(kv)
     assert refusal is not None and refusal.kind == "RESIDENCY_UNKNOWN"
