@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stepping import Logits, furthest, one_by_one, run
+from stepping import Logits, furthest, one_by_one, run, taken
 from tiny_llama import PATHS, golden
 
 from vkdecode.decode import (
@@ -17,6 +17,7 @@ from vkdecode.decode import (
     DecodeMode,
     DecodeSession,
     DecodeTokenData,
+    InferenceContext,
     KvCache,
     StepOptions,
     build_session,
@@ -26,7 +27,6 @@ from vkdecode.errors import CaptureRefusedError, ClosedError, DeviceError, Inval
 from vkdecode.gpu import Device
 from vkdecode.graph import Op, SymEnv
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 EXACT = 1e-4
 MOVED = 1e-3
@@ -111,34 +111,41 @@ def step(case: Case, capture: CapturedDecodeSession | None, data: DecodeTokenDat
     return case.session.realize_token(device, data, env)
 
 
+def check_moved(logits: Logits, at: int, moved: bool) -> None:
+    """Whether the logits of a token after the prompt are other than the reference's."""
+    far = furthest(logits, REFERENCE.decode_logits[at])
+    assert far > MOVED if moved else far <= EXACT
+
+
 @pytest.mark.parametrize("captured", [True, False])
 def test_cached_len_is_live_on_the_symenv_path_only(case: Case, captured: bool) -> None:
     capture = runner(case, captured)
-    for wrong, moves in ((30, path_of(case)[0] == "symenv"), (24, False)):
+    path = path_of(case)
+    # In the masked arm it says where rows are moved to behind the step, in the bounded arm where the step writes them.
+    for wrong, first_moves, second_moves in (
+        (30, path == ("symenv", "bounded"), path[0] == "symenv"),
+        (24, False, False),
+    ):
         first = step(case, capture, case.data(NEXT, 24), case.env(wrong, 25))
-        # The step's own rows do not come from the cache, so its logits are right wherever they are written.
-        assert furthest(first, REFERENCE.decode_logits[0]) <= EXACT
+        check_moved(first, 0, first_moves)
         second = step(case, capture, case.data(AFTER, 25), case.env(25, 26))
-        moved = furthest(second, REFERENCE.decode_logits[1])
-        assert moved > MOVED if moves else moved <= EXACT
+        check_moved(second, 1, second_moves)
 
 
 def test_the_attended_length_symbol_is_live_on_the_symenv_path_in_the_bounded_arm(case: Case) -> None:
     logits = step(case, None, case.data(NEXT, 24), case.env(24, 12))
-    moved = furthest(logits, REFERENCE.decode_logits[0])
-    assert moved > MOVED if path_of(case) == ("symenv", "bounded") else moved <= EXACT
+    check_moved(logits, 0, path_of(case) == ("symenv", "bounded"))
 
 
 @pytest.mark.parametrize("captured", [True, False])
-def test_the_attended_length_in_device_memory_is_live_in_the_bounded_arm(case: Case, captured: bool) -> None:
+def test_the_attended_length_in_device_memory_is_live_in_both_arms(case: Case, captured: bool) -> None:
     if path_of(case)[0] == "symenv":
         assert case.data(NEXT, 24).offset is None
         return
     data = case.data(NEXT, 24)
     assert data.offset is not None and data.offset.tolist() == [24, 25]
     wrong = replace(data, offset=np.array([24, 12], np.uint32))
-    moved = furthest(step(case, runner(case, captured), wrong, case.env(24, 25)), REFERENCE.decode_logits[0])
-    assert moved > MOVED if path_of(case)[1] == "bounded" else moved <= EXACT
+    check_moved(step(case, runner(case, captured), wrong, case.env(24, 25)), 0, True)
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -148,9 +155,8 @@ def test_the_offset_in_device_memory_is_where_rows_go(case: Case, captured: bool
         return
     capture = runner(case, captured)
     wrong = replace(case.data(NEXT, 24), offset=np.array([30, 25], np.uint32))
-    step(case, capture, wrong, case.env(24, 25))
-    second = step(case, capture, case.data(AFTER, 25), case.env(25, 26))
-    assert furthest(second, REFERENCE.decode_logits[1]) > MOVED
+    check_moved(step(case, capture, wrong, case.env(24, 25)), 0, True)
+    check_moved(step(case, capture, case.data(AFTER, 25), case.env(25, 26)), 1, True)
 
 
 def test_the_mask_is_live_in_the_masked_arm(case: Case) -> None:
@@ -191,13 +197,15 @@ def test_a_missing_symbol_is_an_error_where_it_is_read(case: Case) -> None:
             step(case, None, data, SymEnv())
 
 
-def test_capture_is_refused_where_attention_bakes_a_symbol_and_the_held_plan_serves(llama: Model) -> None:
+def test_capture_is_refused_where_a_kernel_bakes_a_symbol_and_the_held_plan_serves(llama: Model) -> None:
     with InferenceContext(llama.device) as context, closing(llama.new_kv_cache(40)) as kv:
         mode = DecodeMode("captured", "symenv", "bounded")
         run(llama, REFERENCE.input_ids, kv, context, mode)
         decoded = one_by_one(llama, REFERENCE.decode_ids[:5], kv, context, mode)
-        session = context.take_decode_session()
-        with pytest.raises(CaptureRefusedError, match=r"attention.* bakes attended_len .* use the held plan"):
+        session = taken(context)
+        baked = {name.name for one in session.executable.plan.dispatches for name in one.symbols}
+        assert baked == {"cached_len", "attended_len"}
+        with pytest.raises(CaptureRefusedError, match=r"linear.* bakes cached_len .* use the held plan"):
             CapturedDecodeSession.capture(session)
         assert session.capture is None
         session.close()
