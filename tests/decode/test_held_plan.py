@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from stepping import Logits, furthest, one_by_one, run, token_ids
+from stepping import Logits, capture_of, furthest, kept, one_by_one, run, taken, token_ids
 from tiny_llama import PATHS, TINY, changed_copy, golden
 
-from vkdecode.decode import DecodeMode, DecodeSession, KvCache, PlanValidity, new_kv_alloc_id
+from vkdecode.decode import DecodeMode, InferenceContext, KvCache, PlanValidity, new_kv_alloc_id
 from vkdecode.decode import step as step_module
 from vkdecode.errors import InvalidInputError, TopologyChanged
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.models import model as model_module
-from vkdecode.decode import InferenceContext
+from vkdecode.models import model_plan as model_module
 from vkdecode.weights import DType
 
 EXACT = 1e-4
@@ -38,14 +37,6 @@ def context(device: Device) -> Iterator[InferenceContext]:
 def kv(llama: Model) -> Iterator[KvCache]:
     with closing(llama.new_kv_cache(64)) as made:
         yield made
-
-
-def held_session(context: InferenceContext) -> DecodeSession:
-    """The session that the context keeps, left with it."""
-    session = context.take_decode_session()
-    assert isinstance(session, DecodeSession)
-    context.put_decode_session(session)
-    return session
 
 
 def check_decodes(model: Model, kv: KvCache, context: InferenceContext, mode: DecodeMode | None = None) -> Logits:
@@ -66,7 +57,7 @@ def test_200_tokens_take_one_plan_and_one_recording(
     with closing(llama.new_kv_cache(200)) as kv:
         for one in token_ids(200, llama.vocab_size):
             run(llama, [one], kv, context, mode)
-            counts.append((held_session(context).graph_node_count, held_session(context).graph.generation))
+            counts.append((kept(context).graph_node_count, kept(context).graph.generation))
     stats = context.stats
     assert (stats.plans_built, stats.recordings_made, stats.tokens_replayed) == (1, 1, 200)
     assert stats.one_off_recordings == (0 if kv_offset == "device" else 200)
@@ -78,7 +69,7 @@ def test_the_held_rung_records_every_token_of_one_plan(llama: Model, context: In
     with closing(llama.new_kv_cache(20)) as kv:
         for one in token_ids(20, llama.vocab_size):
             run(llama, [one], kv, context, DecodeMode("held"))
-            assert held_session(context).capture is None
+            assert kept(context).capture is None
     stats = context.stats
     assert (stats.plans_built, stats.recordings_made, stats.tokens_replayed) == (1, 20, 0)
 
@@ -94,9 +85,9 @@ def test_the_rebuild_rung_holds_nothing(llama: Model, context: InferenceContext)
 
 def test_a_prompt_in_between_keeps_the_plan(llama: Model, kv: KvCache, context: InferenceContext) -> None:
     first = check_decodes(llama, kv, context)
-    session = held_session(context)
+    session = kept(context)
     assert np.array_equal(check_decodes(llama, kv, context), first)
-    assert held_session(context) is session
+    assert kept(context) is session
     assert (context.stats.plans_built, context.stats.recordings_made) == (1, 1)
     assert (context.stats.prefill_plans_built, context.stats.prefill_recordings_made) == (1, 1)
 
@@ -113,12 +104,12 @@ def test_truncating_keeps_the_plan_and_forgets_the_rows(llama: Model, kv: KvCach
 
 def test_clearing_mints_an_allocation_and_rebinds(llama: Model, kv: KvCache, context: InferenceContext) -> None:
     check_decodes(llama, kv, context)
-    session, alloc = held_session(context), kv.alloc_id
+    session, alloc = kept(context), kv.alloc_id
     kv.clear()
     assert kv.alloc_id != alloc
     assert kv.cached_len == 0
     check_decodes(llama, kv, context)
-    assert held_session(context) is session
+    assert kept(context) is session
     assert session.alloc_id == kv.alloc_id
     # Both the decode plan and that of the prompt were bound anew and recorded again.
     stats = context.stats
@@ -135,7 +126,7 @@ def test_setting_a_layer_mints_an_allocation_and_rebinds(llama: Model, kv: KvCac
         assert kv.device_location == llama.device.location
         check_decodes(llama, kv, context)
         assert (context.stats.plans_built, context.stats.rebinds) == (1, 2)
-        assert held_session(context).base_cache[held_session(context).kv_nodes[1][0]] is other.layers[0].k
+        assert kept(context).base_cache[kept(context).kv_nodes[1][0]] is other.layers[0].k
 
 
 @pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
@@ -162,10 +153,10 @@ def test_another_kind_of_cache_takes_a_new_plan(
     llama: Model, kv: KvCache, context: InferenceContext, length: int, dtype: str
 ) -> None:
     check_decodes(llama, kv, context)
-    session = held_session(context)
+    session = kept(context)
     with closing(llama.new_kv_cache(length, dtype)) as other:
         run(llama, [1], other, context)
-    assert held_session(context) is not session
+    assert kept(context) is not session
     assert (context.stats.plans_built, context.stats.rebinds) == (2, 0)
     check_decodes(llama, kv, context)
     assert context.stats.plans_built == 3
@@ -228,7 +219,7 @@ def test_rope_frequencies_are_bound_and_not_baked(
 
 def test_validity_is_one_list_of_comparisons(llama: Model, kv: KvCache, context: InferenceContext) -> None:
     check_decodes(llama, kv, context)
-    session = held_session(context)
+    session = kept(context)
     good: dict[str, Any] = {
         "seq": 1,
         "max_seq_len": 64,
@@ -262,7 +253,7 @@ def test_a_graph_that_changed_is_not_run(llama: Model, kv: KvCache, context: Inf
     for rung in ("captured", "held"):
         mode = DecodeMode(rung)
         check_decodes(llama, kv, context, mode)
-        session = held_session(context)
+        session = kept(context)
         data = step_module.step_data(llama, session, np.array([1], np.uint32), kv.cached_len)
         env = session.per_token_sym_env(kv.cached_len)
         session.graph.silu(session.logits_node)
@@ -270,7 +261,7 @@ def test_a_graph_that_changed_is_not_run(llama: Model, kv: KvCache, context: Inf
             session.realize_token(llama.device, data, env)
         if session.capture is not None:
             with pytest.raises(TopologyChanged):
-                session.capture.replay_token(llama.device, data, env)
+                capture_of(session).replay_token(llama.device, data, env)
         # A step drops such a session and plans anew.
         built = context.stats.plans_built
         check_decodes(llama, kv, context, mode)
@@ -293,15 +284,14 @@ def test_a_context_hands_its_session_over_and_takes_it_back(
 ) -> None:
     assert context.take_decode_session() is None
     check_decodes(llama, kv, context)
-    session = context.take_decode_session()
-    assert session is not None
+    session = taken(context)
     assert not context.has_decode_session
     check_decodes(llama, kv, context)
     assert context.stats.plans_built == 2
-    other = held_session(context)
+    other = kept(context)
     # Put back, it takes the place of the one that was built meanwhile, which is closed.
     context.put_decode_session(session)
-    assert held_session(context) is session
+    assert kept(context) is session
     valid = (1, 64, 2, DType.F32, llama.shape_key, kv.alloc_id)
     assert other.validity_for(*valid) is PlanValidity.STALE
     check_decodes(llama, kv, context)

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from stepping import furthest, one_by_one, run, token_ids
 
-from vkdecode.decode import KvCache, KvGeometry, KvLayer
+from vkdecode.decode import MAX_LANDING_ROWS, InferenceContext, KvCache, KvGeometry, KvLayer
 from vkdecode.errors import ClosedError, InvalidInputError
 from vkdecode.gpu import Device, read_words
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 from vkdecode.weights import DType
 
 EXACT = 1e-4
@@ -31,6 +30,21 @@ def test_a_new_cache_is_empty_and_on_its_device(llama: Model, kv: KvCache) -> No
     assert kv.device_location == kv.rebind_location() == llama.device.location
     assert kv.geometry == KvGeometry(2, 2, 12, 16, DType.F32)
     assert "0 of 12 rows" in repr(kv)
+
+
+@pytest.mark.parametrize("length", [1, 12, 63, 64, 65, 300])
+def test_landing_rows_lie_behind_the_rows_of_the_conversation(length: int) -> None:
+    geometry = KvGeometry(2, 2, length, 16, DType.F16)
+    assert geometry.rows == length + min(length, MAX_LANDING_ROWS)
+    assert geometry.shape == (2, geometry.rows, 16)
+    assert geometry.row_bytes == 2 * 16 * 2
+    assert geometry.nbytes == geometry.rows * geometry.row_bytes
+
+
+def test_the_longest_cache_within_so_many_bytes_is_found() -> None:
+    for nbytes in range(0, 300 * 64, 48):
+        fitting = [length for length in range(300) if KvGeometry(2, 2, length, 16, DType.F16).nbytes <= nbytes]
+        assert KvGeometry(2, 2, 7, 16, DType.F16).max_len_within(nbytes) == max(fitting)
 
 
 def test_every_cache_has_an_id_of_its_own(llama: Model) -> None:
@@ -77,7 +91,7 @@ def test_clearing_forgets_everything(llama: Model, kv: KvCache) -> None:
 
 
 def test_a_layer_that_does_not_fit_is_refused_and_nothing_is_changed(llama: Model, kv: KvCache) -> None:
-    device, size = llama.device, kv.geometry.slot_bytes
+    device, size = llama.device, kv.geometry.nbytes
     good = [device.allocate(size, DType.F32) for _ in range(2)]
     alloc, layers = kv.alloc_id, kv.layers
     closed = device.allocate(size, DType.F32)
@@ -113,10 +127,10 @@ def test_rows_of_a_layer_travel_with_it(llama: Model, kv: KvCache) -> None:
 
 def test_rows_lie_as_the_geometry_says(llama: Model, kv: KvCache) -> None:
     llama.forward([1, 2, 3], kv)
-    words = [read_words(llama.device, layer.k).view(np.float32).reshape(kv.geometry.slot_shape) for layer in kv.layers]
+    words = [read_words(llama.device, layer.k).view(np.float32).reshape(kv.geometry.shape) for layer in kv.layers]
     with closing(llama.new_kv_cache(30)) as larger:
         llama.forward([1, 2, 3], larger)
-        shape = larger.geometry.slot_shape
+        shape = larger.geometry.shape
         for layer, rows in zip(larger.layers, words, strict=True):
             same = read_words(llama.device, layer.k).view(np.float32).reshape(shape)[:, :3]
             assert np.array_equal(same, rows[:, :3])
@@ -126,7 +140,7 @@ def test_rows_lie_as_the_geometry_says(llama: Model, kv: KvCache) -> None:
 def test_a_closed_cache_is_of_no_use_and_gives_its_memory_back(llama: Model) -> None:
     before = llama.device.allocated_bytes
     kv = llama.new_kv_cache(12)
-    assert llama.device.allocated_bytes == before + 4 * kv.geometry.slot_bytes
+    assert llama.device.allocated_bytes == before + 4 * kv.geometry.nbytes
     kv.close()
     kv.close()
     assert kv.closed

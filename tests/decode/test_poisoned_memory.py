@@ -11,11 +11,10 @@ from poison import POISON, poison_fresh_memory
 from stepping import furthest, one_by_one, run
 from tiny_llama import PATHS, TINY, golden
 
-from vkdecode.decode import DecodeMode
+from vkdecode.decode import DecodeMode, InferenceContext
 from vkdecode.gpu import Device, StorageKind, read_words
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 from vkdecode.weights.dtypes import DType
 
 EXACT = 1e-4

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from typing import Any
 
 import numpy as np
 import pytest
 from stepping import Logits, run, token_ids
 from tiny_llama import PATHS, TINY, golden
 
-from vkdecode.decode import DecodeMode
+from vkdecode.decode import DecodeMode, InferenceContext
+from vkdecode.errors import ClosedError
+from vkdecode.gpu import Device, Recording
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 TinyModels = Callable[..., Model]
 TOKENS = 12
@@ -66,6 +70,108 @@ def test_two_threads_decode_on_one_device(llama: Model, kv_offset: str, arm: str
         one.join(300)
     assert sorted(found) == [0, 1]
     assert all(same(found[number], alone[number]) for number in range(2))
+
+
+def turns_of_another_thread(submit: Callable[[], object], monkeypatch: pytest.MonkeyPatch, holding: bool) -> list[int]:
+    """For each submission, how often another thread got a turn while the driver ran it.
+
+    Nobody is made to give up the interpreter meanwhile, so a turn means that it was let go. With `holding`, what runs
+    in the driver's place never does that.
+    """
+    turns, stop = [0], threading.Event()
+    found: list[int] = []
+    real = Recording.submit
+
+    class Counting:
+        def __init__(self, sequence: Any) -> None:
+            self._sequence = sequence
+
+        def eval(self) -> None:
+            before = turns[0]
+            if holding:
+                sum(range(200_000))
+            else:
+                self._sequence.eval()
+            found.append(turns[0] - before)
+            if holding:
+                self._sequence.eval()
+
+    def counted(recording: Recording) -> None:
+        sequence, recording._sequence = recording._sequence, Counting(recording._sequence)
+        try:
+            real(recording)
+        finally:
+            recording._sequence = sequence
+
+    def work() -> None:
+        while not stop.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=work)
+    interval = sys.getswitchinterval()
+    thread.start()
+    try:
+        sys.setswitchinterval(600)
+        with monkeypatch.context() as patch:
+            patch.setattr(Recording, "submit", counted)
+            submit()
+    finally:
+        sys.setswitchinterval(interval)
+        stop.set()
+        thread.join(300)
+    return found
+
+
+def test_other_threads_run_while_the_driver_does(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = token_ids(250, llama.vocab_size)
+    with InferenceContext(llama.device) as context, closing(llama.new_kv_cache(300)) as kv:
+        alone = run(llama, ids, kv, context)
+        results = []
+
+        def submit() -> None:
+            for _ in range(6):
+                kv.truncate_to(0)
+                results.append(run(llama, ids, kv, context))
+
+        assert turns_of_another_thread(submit, monkeypatch, holding=True) == [0] * 6
+        turns = turns_of_another_thread(submit, monkeypatch, holding=False)
+        assert len(turns) == 6
+        assert sum(turns) > 0
+    assert all(np.array_equal(one, alone) for one in results)
+
+
+def test_a_device_is_not_closed_under_a_submission(llama: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = token_ids(100, llama.vocab_size)
+    closed_meanwhile = []
+    submit = Recording.submit
+    with Device(0) as device, load(TINY / "llama", device=device) as model, InferenceContext(device) as context:
+        closer = threading.Thread(target=device.close)
+
+        class Closing:
+            def __init__(self, sequence: Any) -> None:
+                self._sequence = sequence
+
+            def eval(self) -> None:
+                closer.start()
+                self._sequence.eval()
+                closed_meanwhile.append(device.closed)
+
+        def closing_submit(recording: Recording) -> None:
+            recording._sequence = Closing(recording._sequence)
+            submit(recording)
+
+        with closing(model.new_kv_cache(100)) as kv:
+            monkeypatch.setattr(Recording, "submit", closing_submit)
+            found = run(model, ids, kv, context)
+        closer.join(300)
+        assert device.closed
+        with pytest.raises(ClosedError):
+            model.new_kv_cache(4)
+    monkeypatch.undo()
+    with closing(llama.new_kv_cache(100)) as kv:
+        assert np.array_equal(found, llama.forward(ids, kv))
+    assert closed_meanwhile == [False]
 
 
 @pytest.mark.parametrize(("kv_offset", "arm"), PATHS)
