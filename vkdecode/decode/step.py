@@ -201,6 +201,8 @@ def prepare(
 def prompt_steps(model: PlannedModel, tokens: int, mode: DecodeMode | None = None) -> tuple[StepOptions, ...]:
     """The steps, each once, that a prompt of this many tokens and the decoding after it take."""
     mode = mode or DecodeMode()
+    largest = CHUNK_SIZES[-1]
+    tokens = min(tokens, largest + (tokens - 1) % largest + 1)  # one full chunk is like the next
     chunks = [*_chunks(model, tokens, mode, "last"), *_chunks(model, 1, mode, "last")]
     return tuple(dict.fromkeys(chunk.options for chunk in chunks))
 
