@@ -19,13 +19,13 @@ from test_split_weights import small_buffers
 from tiny_llama import TINY, changed_copy, golden
 
 from vkdecode.bench import SyntheticSource
+from vkdecode.decode import InferenceContext
 from vkdecode.errors import DeviceError, UnsupportedModelError
-from vkdecode.gpu import Device
+from vkdecode.gpu import Device, lanes_of
 from vkdecode.graph import Graph
 from vkdecode.loading import load
 from vkdecode.models import load_model
-from vkdecode.decode import InferenceContext
-from vkdecode.runtime.kernel_choice import choose_kernel
+from vkdecode.runtime.kernels import choose_kernel
 from vkdecode.weights import DType
 from vkdecode.weights.jsonfile import read_json_object
 
@@ -97,8 +97,8 @@ def test_a_stack_that_no_buffer_holds_is_refused_with_both_numbers() -> None:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_layer_takes_eight_dispatches(device: Device, name: str) -> None:
-    """With norms of heads, or with a shared expert and its gate, it takes one or three more."""
-    more = {"qwen3_moe": {"norm": 1}, "qwen2_moe": {"linear": 3}}.get(name, {})
+    """With norms of heads, or with a shared expert and its gate, it takes two or three more."""
+    more = {"qwen3_moe": {"norm": 1, "kv_write": 1}, "qwen2_moe": {"linear": 3}}.get(name, {})
     with (
         load(TINY / name, device=device) as model,
         closing(model.new_kv_cache(8)) as kv,
@@ -118,7 +118,7 @@ def test_more_experts_than_the_kernel_ranks_are_refused(device: Device) -> None:
     logits = graph.data("logits", (1, 1025))
     route = graph.route(logits, graph.data("token_count", (1,), DType.U32), 2, True)
     with pytest.raises(UnsupportedModelError, match="1025 experts are not supported; 1024 are the most"):
-        choose_kernel(graph, route, device.lanes)
+        choose_kernel(graph, route, lanes_of(device))
 
 
 @pytest.mark.parametrize("name", MIXTURES)

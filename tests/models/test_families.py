@@ -17,12 +17,11 @@ from stepping import furthest, one_by_one, run
 from tiny_llama import NAMES as LLAMAS
 from tiny_llama import PATHS, TINY, changed_copy, golden
 
-from vkdecode.decode import DecodeMode, ModelInstanceId, make_shape_key
+from vkdecode.decode import DecodeMode, InferenceContext, ModelInstanceId, make_shape_key
 from vkdecode.errors import ConfigError, ContextLengthError
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import ARCHITECTURES, Model
-from vkdecode.decode import InferenceContext
 
 
 def config_of(name: str) -> dict[str, Any]:

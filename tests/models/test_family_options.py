@@ -14,11 +14,11 @@ from safetensors.numpy import load_file
 from stepping import furthest, one_by_one, run, token_ids
 from tiny_llama import TINY, changed_copy
 
+from vkdecode.decode import InferenceContext
 from vkdecode.doctor.references import attention, layer_norm, rotate, silu
 from vkdecode.gpu import Device
 from vkdecode.graph import FUSIONS
 from vkdecode.loading import load
-from vkdecode.decode import InferenceContext
 
 F64 = NDArray[np.float64]
 Tensors = dict[str, F64]

@@ -14,10 +14,9 @@ from rungs import CONTRACT, check_reference, prompt_and_decode
 from safetensors.numpy import save_file
 from stepping import Logits, furthest
 
-from vkdecode.decode import DecodeMode
+from vkdecode.decode import DecodeMode, InferenceContext
 from vkdecode.gpu import Device
 from vkdecode.loading import load
-from vkdecode.decode import InferenceContext
 from vkdecode.weights import WeightSource, open_weights
 from vkdecode.weights.blocks import decode_rows, ggml_type
 

@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 from stepping import Logits, furthest, one_by_one, run, token_ids
 from tiny_llama import TINY, changed_copy, golden
 
+from vkdecode.decode import InferenceContext
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 F16_KV = 2e-2
 POSITIONS = 48

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from model_files import smollm2_path
 from tiny_llama import TINY
 
-from vkdecode.errors import ClosedError, InvalidInputError
+from vkdecode.errors import InvalidInputError
 from vkdecode.gpu import Device
 from vkdecode.info.inspect_model import inspect_model
 from vkdecode.loading import load
-from vkdecode.models import Model
+from vkdecode.models import ModelPlan
 from vkdecode.runtime import WeightStore
 from vkdecode.weights import open_weights
 
@@ -60,10 +61,16 @@ def test_no_such_device_is_a_problem() -> None:
     assert "no such device" in found.problems[0]
 
 
-def test_a_planned_model_does_not_run(device: Device) -> None:
-    with (
-        closing(open_weights(TINY / "llama")) as source,
-        Model(source, device, load=False) as model,
-        pytest.raises(ClosedError, match="only planned"),
-    ):
-        model.new_kv_cache(8)
+def test_a_plan_of_a_model_takes_nothing_of_a_device_and_asks_nothing_of_it(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load(TINY / "llama", device=device) as model:
+        expected, weights = model.memory_report(100), model.weight_specs()
+    monkeypatch.setattr(device, "info", replace(device.info, heap_bytes=1 << 10))
+    before = device.allocated_bytes
+    with closing(open_weights(TINY / "llama")) as source:
+        planned = ModelPlan(source, device)
+    assert planned.memory_report(100) == replace(expected, heap=1 << 10)
+    assert not planned.memory_report(100).fits
+    assert planned.weight_specs() == weights
+    assert device.allocated_bytes == before

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tiny_llama import TINY
 
+from vkdecode.decode import InferenceContext
 from vkdecode.errors import InvalidInputError, ModelFileError, VkDecodeError
 from vkdecode.generate import generate
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 RUN = f"{sys.executable} -W ignore -m vkdecode generate {TINY / 'llama'} --token-ids 1,2 -n 2"
 

@@ -10,10 +10,9 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_llama import TINY, changed_copy
 
-from vkdecode.decode import DecodeMode
+from vkdecode.decode import DecodeMode, InferenceContext
 from vkdecode.gpu import Device
 from vkdecode.loading import load
-from vkdecode.decode import InferenceContext
 
 
 @pytest.mark.parametrize("rung", ["captured", "held", "rebuild"])

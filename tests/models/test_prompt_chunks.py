@@ -10,12 +10,11 @@ import pytest
 from stepping import Logits, furthest, one_by_one, run, token_ids
 from tiny_llama import PATHS
 
-from vkdecode.decode import DecodeMode, KvCache
+from vkdecode.decode import DecodeMode, InferenceContext, KvCache
 from vkdecode.decode.step import CHUNK_SIZES
 from vkdecode.errors import ContextLengthError
 from vkdecode.gpu import Device
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 LONGEST = 300
 LENGTHS = (1, 2, 15, 16, 17, 24, 63, 64, 65, 80, 255, 256, 257, LONGEST)

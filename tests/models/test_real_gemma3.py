@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from model_files import DATA
 
+from vkdecode.decode import InferenceContext
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = json.loads((DATA / "gemma3.json").read_text(encoding="utf-8"))["completions"]

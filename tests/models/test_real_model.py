@@ -11,11 +11,11 @@ import pytest
 from model_files import golden_smollm2, smollm2_path
 from stepping import Logits, run
 
+from vkdecode.decode import InferenceContext
 from vkdecode.generate import generate
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 TOP = 0.05
 NEAR_TIE = 0.1

@@ -11,10 +11,9 @@ from rungs import REGRESSION, check_reference, check_rungs, prompt_and_decode
 from stepping import furthest, one_by_one, run
 from tiny_llama import NAMES, PATHS, golden
 
-from vkdecode.decode import DecodeMode
-from vkdecode.gpu import Device
+from vkdecode.decode import DecodeMode, InferenceContext
+from vkdecode.gpu import Device, lanes_of
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 ROUNDING = 1e-4
 F16_KV = 2e-2
@@ -36,7 +35,7 @@ def test_all_rungs_give_the_reference_and_agree_to_the_bit(
 def test_so_do_the_kernels_that_assume_nothing_about_subgroups(
     tiny_models: TinyModels, shared_device: Device, name: str, kv_offset: str, arm: str
 ) -> None:
-    assert shared_device.lanes.form == "shared"
+    assert lanes_of(shared_device).form == "shared"
     check_rungs(tiny_models(name, shared_device), name, kv_offset, arm, rebuilt=1)
 
 
@@ -91,8 +90,9 @@ def test_without_fusions_the_result_is_the_same_within_rounding(
     with InferenceContext(device, fusions=()) as context:
         plain = prompt_and_decode(model, name, mode, context, tokens=4)
         session = context.take_decode_session()
-        # And three behind the head, for candidates.
-        assert len(session.executable.plan.dispatches) == 18 * model.config.num_hidden_layers + 3 + 3
+        # And three behind the head, for the lists of the highest logits.
+        each = 18 if (kv_offset, arm) == ("symenv", "masked") else 17  # with the move out of the landing rows
+        assert len(session.executable.plan.dispatches) == each * model.config.num_hidden_layers + 3 + 3
         session.close()
     check_reference(name, *plain)
     assert max(furthest(*pair) for pair in zip(plain, fused, strict=True)) <= ROUNDING
@@ -135,4 +135,5 @@ def test_a_cache_of_16_bits_takes_half_the_memory(llama: Model) -> None:
         assert kv.dtype == dtype
         kv.close()
         assert llama.device.allocated_bytes == before
-    assert sizes["f32"] == 2 * sizes["f16"] == 2 * 2 * 2 * 64 * 16 * 4
+    # K and V of two layers, two heads of 16 values; as many landing rows as the longest step takes.
+    assert sizes["f32"] == 2 * sizes["f16"] == 2 * 2 * 2 * (64 + 64) * 16 * 4
