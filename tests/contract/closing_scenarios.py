@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from vkdecode.decode import DecodeMode, DecodeSession, KvCache, step_data
+from vkdecode.decode import CapturedDecodeSession, DecodeMode, DecodeSession, InferenceContext, KvCache, step_data
 from vkdecode.errors import ClosedError
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 LLAMA = Path(__file__).parents[1] / "data" / "tiny" / "llama"
 ROWS = 24
@@ -79,9 +78,11 @@ def session_outlives(name: str) -> None:
     """A session taken out of its context is run after one part was closed and dropped."""
     device = Device(0)
     running = Running(device)
-    session, kv = running.context.take_decode_session(), running.kv
+    session, kv = running.session(), running.kv
+    assert running.context.take_decode_session() is session
     data = step_data(running.model, session, np.array([13], np.uint32), 4)
     env, capture = session.per_token_sym_env(4), session.capture
+    assert isinstance(capture, CapturedDecodeSession)
     expected = running.step([13])
     running.parts()[name].close()
     if name == "device":

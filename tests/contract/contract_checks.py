@@ -20,6 +20,7 @@ from vkdecode.decode import (
     KvAllocId,
     KvCache,
     PlanValidity,
+    Prebuilt,
     RebindRefusal,
     make_shape_key,
 )
@@ -29,7 +30,7 @@ from vkdecode.gpu import Device, DeviceLocation, Storage, StorageKind
 from vkdecode.graph import NodeId, SymEnv, SymId
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.runtime import Prebuilt, StorageCache
+from vkdecode.runtime import StorageCache
 from vkdecode.weights import DType
 
 HERE = DeviceLocation("vulkan", 0)

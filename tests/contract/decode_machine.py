@@ -26,14 +26,14 @@ from hypothesis.stateful import (
 )
 from kv_copies import replace_layer
 from reference_contract import Allocations, CacheModel, ContextModel, Path, PlanModel
+from stepping import taken
 from tiny_llama import PATHS, TINY
 
-from vkdecode.decode import DecodeMode, DecodeSession, KvCache
+from vkdecode.decode import DecodeMode, DecodeSession, InferenceContext, KvCache
 from vkdecode.errors import ContextLengthError, InvalidInputError
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 # The same weights twice, other weights at equal geometry, another geometry, and another architecture.
 CHECKPOINTS = ("llama", "llama", "llama-rope-linear", "llama-tied-mqa", "phi")
@@ -202,7 +202,7 @@ class DecodeMachine(RuleBasedStateMachine):
         at = holding[context % len(holding)]
         plan, self.refs[at].decode = self.refs[at].decode, None
         assert plan is not None
-        self.taken.append((self.contexts[at].take_decode_session(), plan))
+        self.taken.append((taken(self.contexts[at]), plan))
 
     @precondition(lambda self: self.taken)
     @rule(context=st.integers(0, 9), which=st.integers(0, 9))

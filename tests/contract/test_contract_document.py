@@ -8,8 +8,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from vkdecode.decode import rebind
-from vkdecode.runtime import Stats
+from vkdecode.decode import Stats, rebind
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "decode-contract.md"
 LLAMA = Path(__file__).parents[1] / "data" / "tiny" / "llama"

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from stepping import kept
 from tiny_llama import PATHS, TINY, changed_copy
 
-from vkdecode.decode import DecodeMode, KvCache
+from vkdecode.decode import DecodeMode, InferenceContext, KvCache
 from vkdecode.gpu import Device
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 from vkdecode.weights import open_weights
 
 Logits = NDArray[np.float32]
@@ -122,14 +122,12 @@ def test_other_rope_frequencies_need_no_other_plan(
         kv, expected = model.new_kv_cache(ROWS), anew(turned, tokens)
         assert not np.array_equal(anew(model, tokens), expected)
         np.testing.assert_array_equal(decode(model, tokens, kv, context), anew(model, tokens))
-        key, session = model.shape_key, context.take_decode_session()
-        context.put_decode_session(session)
+        key, session = model.shape_key, kept(context)
         model._rope_rows = turned._rope_rows
         kv.truncate_to(0)
         np.testing.assert_array_equal(decode(model, tokens, kv, context), expected)
         assert model.shape_key == key
-        assert context.take_decode_session() is session
-        session.close()
+        assert kept(context) is session
         stats = context.stats
         assert (stats.plans_built, stats.recordings_made, stats.rebinds, stats.tokens_replayed) == (1, 1, 0, 6)
         kv.close()
@@ -140,10 +138,10 @@ def test_a_truncated_cache_keeps_its_plan(llama: Model, context: InferenceContex
     mode, kv = DecodeMode("captured", *path), llama.new_kv_cache(ROWS)
     decode(llama, (3, 5, 7, 11), kv, context, mode)
     alloc_id = kv.alloc_id
-    for kept, tokens in ((2, (3, 5)), (0, ()), (0, ())):
-        kv.truncate_to(kept)
+    for rows, tokens in ((2, (3, 5)), (0, ()), (0, ())):
+        kv.truncate_to(rows)
         np.testing.assert_array_equal(
-            decode(llama, (13, 17), kv, context, mode), anew(llama, (*tokens, 13, 17), mode)[kept:]
+            decode(llama, (13, 17), kv, context, mode), anew(llama, (*tokens, 13, 17), mode)[rows:]
         )
     assert kv.alloc_id == alloc_id
     stats = context.stats

@@ -12,17 +12,16 @@ from numpy.typing import NDArray
 from poison import poison_cache
 from tiny_llama import PATHS
 
-from vkdecode.decode import DecodeSession, DecodeTokenData, StepOptions, build_session, step_data
+from vkdecode.decode import DecodeSession, DecodeTokenData, InferenceContext, StepOptions, build_session, step_data
 from vkdecode.decode.captured import CapturedDecodeSession
 from vkdecode.gpu import Device
 from vkdecode.graph import SymEnv
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 
 Logits = NDArray[np.float32]
 ROWS, TOKENS = 24, (3, 5, 7, 11, 13, 17)
 WRONG_STEP = 3
-# A bounded arm on the SymEnv path bakes its attended length, so it has no captured rung.
+# A bounded arm on the SymEnv path bakes the offset and the attended length, so it has no captured rung.
 WAYS = [
     (*path, rung)
     for path in PATHS
@@ -37,6 +36,7 @@ class Wrong:
 
     cached_len: int | None = None
     attended_len: int | None = None
+    token_count: int | None = None
     offset: tuple[int, int] | None = None
     mask_rows: int | None = None
 
@@ -94,7 +94,7 @@ def _wrongly(
     for symbol, value in (
         (session.cached_len_sym, wrong.cached_len),
         (session.attended_len_sym, wrong.attended_len),
-        (session._step.token_count_sym, None),
+        (session._step.token_count_sym, wrong.token_count),
     ):
         env.bind(symbol, truth.resolve(symbol) if value is None else value)
     if wrong.offset is not None and data.offset is not None:
@@ -110,7 +110,9 @@ AFTERWARDS = [number > WRONG_STEP for number in range(len(TOKENS))]
 
 
 def test_cached_len_is_live_on_the_symenv_path_only(way: Way) -> None:
-    assert way.moved(Wrong(cached_len=0)) == (AFTERWARDS if way.kv_offset == "symenv" else NEVER)
+    """In the masked arm the step reads its landing rows, moved behind it; in the bounded arm what it wrote."""
+    live = AFTERWARDS if way.arm == "masked" else AT_ONCE
+    assert way.moved(Wrong(cached_len=0)) == (live if way.kv_offset == "symenv" else NEVER)
 
 
 def test_attended_len_is_live_in_the_bounded_arm_of_the_symenv_path_only(way: Way) -> None:
@@ -118,14 +120,20 @@ def test_attended_len_is_live_in_the_bounded_arm_of_the_symenv_path_only(way: Wa
     assert found == (AT_ONCE if (way.kv_offset, way.arm) == ("symenv", "bounded") else NEVER)
 
 
+def test_the_token_count_is_live_where_rows_are_moved_only(way: Way) -> None:
+    found = way.moved(Wrong(token_count=0))
+    assert found == (AFTERWARDS if (way.kv_offset, way.arm) == ("symenv", "masked") else NEVER)
+
+
 def test_the_offset_data_is_live_on_the_device_offset_path_only(way: Way) -> None:
     found = way.moved(Wrong(offset=(0, WRONG_STEP + 1)))
-    assert found == (AFTERWARDS if way.kv_offset == "device" else NEVER)
+    assert found == (AT_ONCE if way.kv_offset == "device" else NEVER)
 
 
-def test_the_attended_length_among_the_offset_data_is_live_in_the_bounded_arm_only(way: Way) -> None:
+def test_the_attended_length_among_the_offset_data_is_live_on_the_device_offset_path_only(way: Way) -> None:
+    """In either arm it says where the step's own rows are."""
     found = way.moved(Wrong(offset=(WRONG_STEP, 2)))
-    assert found == (AT_ONCE if (way.kv_offset, way.arm) == ("device", "bounded") else NEVER)
+    assert found == (AT_ONCE if way.kv_offset == "device" else NEVER)
 
 
 def test_the_mask_is_live_in_the_masked_arm_only(way: Way) -> None:

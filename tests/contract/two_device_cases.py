@@ -11,14 +11,14 @@ from contract_checks import Offer
 from decode_machine import World, run_machine, run_scripted
 from kv_copies import fresh_copy, outside_copy
 from numpy.typing import NDArray
+from stepping import taken
 from tiny_llama import PATHS, TINY
 
-from vkdecode.decode import DecodeMode, DecodeSession, KvCache, KvLayer, KvRebindSource, RebindRefusal
+from vkdecode.decode import DecodeMode, InferenceContext, KvCache, KvLayer, KvRebindSource, RebindRefusal
 from vkdecode.errors import InvalidInputError
 from vkdecode.gpu import Device, DeviceLocation, Storage, list_devices
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 from vkdecode.runtime import StorageCache
 from vkdecode.weights import DType
 
@@ -52,9 +52,7 @@ class Held:
         self.kv = model.new_kv_cache(ROWS)
         for token in (3, 5):
             self.step(token)
-        session = self.context.take_decode_session()
-        assert isinstance(session, DecodeSession)
-        self.session = session
+        self.session = taken(self.context)
 
     def step(self, token: int) -> Logits:
         return self.model.forward_with_kv_context_persistent([token], self.kv, self.context, self.mode)
@@ -168,7 +166,7 @@ def test_a_plan_over_storages_from_outside_takes_no_other_cache(models: tuple[Mo
         run = model.forward_with_kv_context_persistent
         logits = [run([token], kv, context) for token in (3, 5, 7)]
         np.testing.assert_array_equal(logits[-1], undisturbed(model, DecodeMode("captured", "device", "bounded")))
-        session = context.take_decode_session()
+        session = taken(context)
         assert session.location is None
         assert session.rebind_kv(other) == RebindRefusal("RESIDENCY_UNKNOWN", incoming=FIRST)
         session.close()
@@ -221,7 +219,7 @@ def test_slots_that_are_missing_closed_or_unbaked(one_path: Held) -> None:
 )
 def test_storages_that_are_not_interchangeable(one_path: Held, difference: str) -> None:
     device, kv = one_path.model.device, one_path.model.new_kv_cache(ROWS)
-    size = kv.geometry.slot_bytes
+    size = kv.geometry.nbytes
     odd = {
         "dtype": lambda: device.allocate_parts(1, size, DType.F16)[0],
         "encoding": lambda: device.allocate_parts(1, size, DType.F32, "tiles8")[0],
