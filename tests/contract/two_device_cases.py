@@ -284,5 +284,5 @@ def test_interleavings_over_both_devices(devices: tuple[Device, Device]) -> None
     world = World(devices)
     world.load()
     run_scripted(world, ("device", "bounded"))
-    run_machine(world, examples=6, steps=25)
+    run_machine(world, examples=4, steps=25)
     world.close()
