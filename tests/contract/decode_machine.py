@@ -316,9 +316,10 @@ def run_scripted(world: World, path: Path) -> None:
         machine.allocation_ids_name_allocations()
 
     first, second = machine.first_caches().values
-    for cache, rung, tokens in itertools.product((first, second, first), ("captured", "held", "rebuild"), (3, 1, 1)):
-        machine.step(0, 0, cache, tokens, path, rung, 3)
-        check()
+    for cache, rungs in ((first, RUNGS[1:]), (second, RUNGS[1:]), (first, RUNGS[:1])):
+        for rung, tokens in itertools.product(rungs, (3, 1)):
+            machine.step(0, 0, cache, tokens, path, rung, 3)
+            check()
     changes: tuple[Callable[[], object], ...] = (
         lambda: machine.truncate(first, 0.5),
         lambda: machine.clear(first),

@@ -195,18 +195,18 @@ def fresh(model: Model, number: int) -> Logits:
     return logits
 
 
-def test_a_thousand_requests_build_no_plan_after_the_first_four(llama: Model) -> None:
+def test_five_hundred_requests_build_no_plan_after_the_first_four(llama: Model) -> None:
     pool = Slots(llama, 4, 4)
     for number in range(4):
         np.testing.assert_array_equal(pool.request(number), fresh(llama, number))
     assert (pool.total("plans_built"), pool.total("prefill_plans_built")) == (4, 4)
-    for number in range(4, 1000):
+    for number in range(4, 500):
         logits = pool.request(number)
-        if number % 250 in (7, 8, 9, 10):
+        if number % 250 in (7, 8):
             np.testing.assert_array_equal(logits, fresh(llama, number))
     assert (pool.total("plans_built"), pool.total("prefill_plans_built")) == (4, 4)
     assert (pool.total("recordings_made"), pool.total("prefill_recordings_made")) == (4, 4)
-    assert (pool.total("tokens_replayed"), pool.total("prefill_replays")) == (2000, 1000)
+    assert (pool.total("tokens_replayed"), pool.total("prefill_replays")) == (1000, 500)
     assert (pool.total("rebinds"), pool.total("rebinds_refused")) == (0, 0)
     pool.close()
 

@@ -39,4 +39,4 @@ def test_a_walk_on_which_everything_happens(world: World, path: Path) -> None:
 
 
 def test_random_walks(world: World) -> None:
-    run_machine(world, examples=10, steps=30)
+    run_machine(world, examples=8, steps=30)

@@ -63,7 +63,7 @@ def test_the_reference_holds_in_prompt_and_decode(model: Model) -> None:
 
 def test_so_it_does_with_a_cache_of_16_bits_and_without_fusions(model: Model) -> None:
     reference = golden(model.path.name)
-    for path in paths_of(model):
+    for path in PATHS[:3:2]:
         mode = DecodeMode("held", *path)
         with InferenceContext(model.device, fusions=()) as context, closing(model.new_kv_cache(40, "f16")) as kv:
             last = run(model, reference.input_ids, kv, context, mode)

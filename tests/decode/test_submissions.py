@@ -45,8 +45,7 @@ def check_cut_by_work_only(session: DecodeSession, cap: int) -> None:
         assert sum(one) + behind[0] > cap
 
 
-@pytest.mark.parametrize("kv_offset", ["device", "symenv"])
-@pytest.mark.parametrize("name", ["llama", "phi"])
+@pytest.mark.parametrize(("name", "kv_offset"), [("llama", "device"), ("llama", "symenv"), ("phi", "device")])
 def test_logits_are_the_same_to_the_bit_at_every_cap(
     tiny_models: TinyModels, device: Device, name: str, kv_offset: str
 ) -> None:
@@ -54,7 +53,7 @@ def test_logits_are_the_same_to_the_bit_at_every_cap(
     mode = DecodeMode("captured", kv_offset)
     whole, one = logits_at_cap(model, mode, 1 << 36)
     counts = [one]
-    for cap in (40_000, 9_000, 1):
+    for cap in (20_000, 1):
         cut, count = logits_at_cap(model, mode, cap)
         assert all(np.array_equal(a, b) for a, b in zip(whole, cut, strict=True))
         counts.append(count)
@@ -68,9 +67,11 @@ def test_a_cap_that_allows_nothing_is_refused(device: Device, cap: int) -> None:
         InferenceContext(device, work_per_submission=cap)
 
 
-@pytest.mark.parametrize("kv_offset", ["device", "symenv"])
-@pytest.mark.parametrize("tokens", [1, 9])
-@pytest.mark.parametrize("rung", ["captured", "held", "rebuild"])
+@pytest.mark.parametrize(
+    ("kv_offset", "tokens", "rung"),
+    [("device", tokens, rung) for tokens in (1, 9) for rung in ("captured", "held", "rebuild")]
+    + [("symenv", 1, "captured"), ("symenv", 9, "held")],
+)
 def test_a_device_that_stops_executing_is_noticed(
     llama: Model, monkeypatch: pytest.MonkeyPatch, rung: str, tokens: int, kv_offset: str
 ) -> None:
