@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Shape:
     """Sizes of one dispatch: `room` tokens, of which the `counts` are real in turn; `workgroup` is the shared form's.
 
-    `fused` puts q, k and v side by side into one storage, with columns that belong to none.
+    `fused` puts q among columns that belong to others.
     """
 
     kv_heads: int
@@ -71,7 +71,7 @@ SHAPES = {
         Shape(1, 5, 1, 8, 128, 17, 16, (11,), 0, True, 0.09),
     ],
     12: [
-        Shape(1, 3, 3, 4, 64, 13, 16, (5, 16), 0, True, 0.125),
+        Shape(1, 3, 3, 4, 64, 21, 16, (5, 16), 0, True, 0.125),
         Shape(1, 12, 12, 1, 20, 37, 8, (5, 8), 0, False, 0.3),
         Shape(2, 6, 6, 2, 4, 19, 8, (7,), 0, True, 0.5),
         Shape(1, 3, 3, 4, 128, 17, 16, (9,), 0, False, 0.09),

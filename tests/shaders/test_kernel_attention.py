@@ -1,11 +1,11 @@
-"""Grouped-query attention over cached and own rows, with and without the fused KV write."""
+"""Grouped-query attention over the rows of a cache, those of the step among them."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -28,353 +28,373 @@ from kernel_lab import (
     subgroup,
     variants,
 )
-from kv_rows import KV_DTYPES, check_stored
+from kv_rows import KV_DTYPES, empty_cache
 from numpy.typing import NDArray
 
 from vkdecode.gpu import DeviceInfo, Lanes, shared_lanes, subgroup_lanes
-from vkdecode.runtime import attention_workgroup, most_cached_rows
+from vkdecode.runtime import attention_workgroup, max_cached_rows
 
-FORMS = [  # arm, where the offset is, and whether the write is fused
-    ("bounded", "push", 0),
-    ("bounded", "buffer", 0),
-    ("bounded", "buffer", 1),
-    ("masked", "push", 0),
-    ("masked", "buffer", 1),
-]
 KEYS = [
-    f"{key} ARM={arm} OFFSET={offset} WRITE={write}"
-    for forms, queries in ((["subgroup", "shared"], [1, 2, 3, 4]), (["subgroup"], [8, 12]))
-    for key in variants("attention", LANES=forms, KV=["f32", "f16"], QUERIES=queries)
-    for arm, offset, write in FORMS
+    key
+    for form, queries in (("subgroup", [1, 2, 3, 4, 8, 12]), ("shared", [1, 2, 3, 4]))
+    for key in variants("attention", LANES=[form], KV=["f32", "f16"], QUERIES=queries)
 ]
+
+
+class Way(NamedTuple):
+    """How a dispatch is told what it attends to; `landing`: the step's rows are behind those of the conversation."""
+
+    masked: bool
+    on_device: bool
+
+    @property
+    def landing(self) -> bool:
+        return self.masked and not self.on_device
+
+    def __str__(self) -> str:
+        return f"{'masked' if self.masked else 'bounded'}-{'on-device' if self.on_device else 'pushed'}"
+
+
+WAYS = [Way(False, False), Way(False, True), Way(True, False), Way(True, True)]
+BOUNDED, LANDING = WAYS[0], WAYS[2]
 GARBAGE = 0xFFFF_FFF0
+ROWS_BEHIND = 3  # of a cache that no form has a use for
 
 
-def case(index: int, key: str) -> tuple[str, Shape]:
-    """A shape's name and the shape: Latin squares over the forms and the other axes, moved on for each width."""
+def shape_of(key: str, way: int) -> int:
+    """The number of a shape: Latin squares over the ways and the other axes, moved on for each width."""
     axes = axes_of(key)
-    number = (index % len(FORMS) + 2 * (axes["KV"] == "f16") + (axes["LANES"] == "shared") + TURN) % 5
-    return f"{key} {number}", SHAPES[int(axes["QUERIES"])][number]
+    return (way + 2 * (axes["KV"] == "f16") + (axes["LANES"] == "shared") + 3 * TURN) % 5
 
 
-CASES = [pytest.param(key, case(index, key)[1], id=case(index, key)[0]) for index, key in enumerate(KEYS)]
+CASES = [
+    pytest.param(key, way, SHAPES[int(axes_of(key)["QUERIES"])][shape_of(key, number)], id=f"{key} {way}")
+    for key in KEYS
+    for number, way in enumerate(WAYS)
+]
 
 
 class Problem:
     """One kernel at one shape: its random inputs, its dispatch, and what must come out."""
 
-    def __init__(self, key: str, shape: Shape, wrong: Mapping[str, int] | None = None) -> None:
-        self.axes = axes_of(key)
-        self.shape = shape
-        self.writes = self.axes["WRITE"] == "1"
-        self.rng = generator(key, shape)
-        workgroup = subgroup() if self.axes["LANES"] == "subgroup" else shape.workgroup
+    def __init__(self, key: str, way: Way, shape: Shape, wrong: Mapping[str, int] | None = None) -> None:
+        self.axes, self.way, self.shape = axes_of(key), way, shape
+        self.window = shape.window
+        self.rng = generator(key, way, shape)
+        self.cache_rows = shape.max_seq + shape.room + ROWS_BEHIND
+        width = shape.heads * shape.head_dim
+        # Four columns of nobody before q and those of k and v behind it, where it is among others.
+        self.first = 4 if shape.fused else 0
+        self.stride = 8 + width + 2 * shape.kv_heads * shape.head_dim if shape.fused else width
         spec = {
-            "WORKGROUP": workgroup,
+            "WORKGROUP": subgroup() if self.axes["LANES"] == "subgroup" else shape.workgroup,
             "KV_HEADS": shape.kv_heads,
             "GROUP": shape.group,
             "HEAD_DIM": shape.head_dim,
-            "MAX_SEQ": shape.max_seq,
-            "STEP_TOKENS": shape.room,
             "QUERY_HEADS": shape.query_heads,
             "SCALE_BITS": bits(shape.scale),
-            "WINDOW": shape.window,
+            "Q_OFFSET": self.first // 4,
+            "Q_STRIDE": self.stride // 4,
             "CAP_BITS": bits(shape.cap),
             "HAS_SINKS": int(shape.sinks),
+            "MASKED": int(way.masked),
+            "OFFSET_ON_DEVICE": int(way.on_device),
         }
-        widths = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
-        # With four columns of nobody before q and after v where one storage holds all three.
-        self.columns: dict[str, tuple[int, int]] = {}
-        start = 4 if shape.fused else 0
-        for name, heads in widths.items():
-            width = heads * shape.head_dim
-            self.columns[name] = (start, start + width)
-            spec[f"{name.upper()}_OFFSET"] = start // 4
-            start = start + width if shape.fused else 0
-        for name, (_, end) in self.columns.items():
-            spec[f"{name.upper()}_STRIDE"] = (start + 4 if shape.fused else end) // 4
-        self.stride = start + 4
         workgroups = (shape.heads // shape.query_heads, shape.room // shape.query_tokens, 1)
         self.draw(1, 1)
-        self.trial = Trial(key, self.buffers(1), {**spec, **(wrong or {})}, workgroups)
+        self.trial = Trial(key, self.buffers(), {**spec, **(wrong or {})}, workgroups)
 
     def draw(self, cached: int, count: int) -> None:
-        """Other inputs: q, k, v of the real tokens, `cached` rows in the cache, and which of these the mask shows."""
+        """Other inputs: q of the real tokens, the rows of a cache that count, and which of these the mask shows."""
         shape = self.shape
-        self.count = count
+        self.cached, self.count = cached, count
+        self.own = shape.max_seq if self.way.landing else cached
         self.q = normal(self.rng, count, shape.heads, shape.head_dim)
-        self.k = normal(self.rng, count, shape.kv_heads, shape.head_dim)
-        self.v = normal(self.rng, count, shape.kv_heads, shape.head_dim)
-        # Beyond the range of half floats, so that the step's own rows are seen not to come from the cache.
-        self.v[..., 0] *= np.float32(1e5)
-        held = min(cached, shape.max_seq)
+        # The position of what is in each row, or -1.
+        self.positions = np.full(self.cache_rows, -1)
+        held = min(cached, shape.max_seq if self.way.masked else self.cache_rows)
+        self.positions[:held] = np.arange(held)
+        if self.way.masked:
+            hidden = self.rng.random(held) < 0.2
+            # With a window the first row's age is that of the step's first token.
+            hidden[:1] &= not self.window
+            self.positions[:held][hidden] = -1
+        step = self.positions[self.own : self.own + count]
+        step[:] = cached + np.arange(step.size)
         dtype = KV_DTYPES[self.axes["KV"]]
-        self.cached_k = normal(self.rng, shape.kv_heads, held, shape.head_dim).astype(dtype)
-        self.cached_v = normal(self.rng, shape.kv_heads, held, shape.head_dim).astype(dtype)
-        self.cached = cached
+        self.cache_k = empty_cache(shape.kv_heads, self.cache_rows, shape.head_dim, dtype)
+        self.cache_v = self.cache_k.copy()
+        at = np.flatnonzero(self.positions >= 0)
+        for cache in (self.cache_k, self.cache_v):
+            cache[:, at] = normal(self.rng, shape.kv_heads, at.size, shape.head_dim)
         self.sinks = normal(self.rng, shape.heads) * 2 if shape.sinks else poisoned((shape.heads,))
-        self.visible = np.ones(held, bool)
-        if self.axes["ARM"] == "masked" and not shape.window:
-            self.visible = self.rng.random(held) < 0.8
 
-    def rows(self, name: str, values: F32) -> F32:
-        """[room, columns] with padding rows of NaN."""
-        start, end = self.columns[name]
-        out: F32 = poisoned((self.shape.room, self.stride if self.shape.fused else end - start))
-        start = start if self.shape.fused else 0
-        out[: self.count, start : start + values[0].size] = values.reshape(self.count, -1)
-        return out
+    def hide(self) -> None:
+        """Mask all rows before the step."""
+        before = np.arange(self.cache_rows) < self.own
+        self.positions[before] = -1
+        self.cache_k[:, before] = self.cache_v[:, before] = np.nan
 
-    def cache(self, values: NDArray[Any]) -> NDArray[Any]:
-        """[kv_heads, max_seq, head_dim] with NaN where nothing is cached or nothing of it is visible."""
+    def mask(self) -> F32:
+        """Ages where a row is shown and the window asks for them, else zeros; different negative values elsewhere."""
+        rows = np.arange(self.shape.max_seq)
+        before = self.positions[: rows.size]
+        shown = (before >= 0) & (rows < self.own)
+        ages = self.cached - rows if self.window else np.zeros(rows.size)
+        return np.where(shown, ages, self.rng.choice([-np.inf, -1.0, -1e-30], rows.size)).astype(np.float32)
+
+    def buffers(self) -> dict[str, NDArray[Any]]:
         shape = self.shape
-        words = blank(shape.kv_heads * shape.max_seq * shape.head_dim * values.itemsize // 4)
-        out = words.view(values.dtype).reshape(shape.kv_heads, shape.max_seq, shape.head_dim)
-        at = np.flatnonzero(self.visible)
-        out[:, at] = values[:, at]
-        return out
-
-    def buffers(self, cached: int) -> dict[str, NDArray[Any]]:
-        shape = self.shape
-        q, k, v = (self.rows(name, values) for name, values in (("q", self.q), ("k", self.k), ("v", self.v)))
-        if shape.fused:
-            for name, part in (("k", k), ("v", v)):
-                start, end = self.columns[name]
-                q[:, start:end] = part[:, start:end]
-            k = v = q
-        buffers: dict[str, NDArray[Any]] = {
+        q: F32 = poisoned((shape.room, self.stride))
+        width = shape.heads * shape.head_dim
+        q[: self.count, self.first : self.first + width] = self.q.reshape(self.count, width)
+        # What a way does not need is poison: it must not be read.
+        offset = poisoned((2,), np.uint32)
+        if self.way.on_device:
+            offset = np.array([GARBAGE, self.own + shape.room], np.uint32)
+        return {
             "q": q,
-            "k": k,
-            "v": v,
-            "cache_k": self.cache(self.cached_k),
-            "cache_v": self.cache(self.cached_v),
-            "y": blank(shape.room * shape.heads * shape.head_dim),
+            "cache_k": self.cache_k,
+            "cache_v": self.cache_v,
+            "y": blank(shape.room * width),
             "token_count": np.array([self.count], np.uint32),
             "sinks": self.sinks,
+            "mask": self.mask() if self.way.masked else poisoned((shape.max_seq,)),
+            "offset": offset,
         }
-        if self.axes["ARM"] == "masked":
-            mask = np.full(shape.max_seq, -np.inf, np.float32)
-            hidden = self.rng.choice([-np.inf, -1.0, -1e-30], self.visible.size)
-            ages = self.cached - np.arange(self.visible.size) if shape.window else np.zeros(self.visible.size)
-            mask[: self.visible.size] = np.where(self.visible, ages, hidden)
-            buffers["mask"] = mask
-        if self.axes["OFFSET"] == "buffer":
-            # What a form does not need holds garbage: it must not be read.
-            start = cached if self.writes else GARBAGE
-            end = cached + shape.room if self.axes["ARM"] == "bounded" else GARBAGE
-            buffers["offset"] = np.array([start, end], np.uint32)
-        return buffers
 
-    def run(self, cached: int, attended_len: int | None = None, **changed: NDArray[Any]) -> dict[str, Words]:
-        attended_len = cached + self.shape.room if attended_len is None else attended_len
-        push = {"attended_len": attended_len} if "attended_len" in self.trial.kernel.push else {}
-        return self.trial.run(push, **{**self.buffers(cached), **changed})
+    def run(self, wrong: Mapping[str, int] | None = None, **changed: NDArray[Any]) -> Words:
+        push = {
+            "cache_rows": self.cache_rows,
+            "max_seq": self.shape.max_seq if self.way.masked else GARBAGE,
+            "step_tokens": self.shape.room,
+            "window": self.window,
+            "attended_len": GARBAGE if self.way.on_device else self.own + self.shape.room,
+        }
+        return self.trial.run({**push, **(wrong or {})}, **{**self.buffers(), **changed})["y"]
 
     def expected(self) -> tuple[F64, F64]:
         """Values [room, heads, head_dim], NaN for padding, and the size that their errors are relative to."""
         shape = self.shape
         values = np.full((shape.room, shape.heads, shape.head_dim), np.nan)
         sizes = np.full_like(values, np.nan)
-        cached_k = self.cached_k[:, self.visible].astype(np.float64)
-        cached_v = self.cached_v[:, self.visible].astype(np.float64)
-        cached_at = np.flatnonzero(self.visible)
-        for token in range(self.count):
-            positions = np.concatenate([cached_at, self.cached + np.arange(token + 1)])
-            seen = (positions > self.cached + token - shape.window) | (shape.window == 0)
-            for head in range(shape.heads):
-                kv_head = head // shape.group
-                keys = np.concatenate([cached_k[kv_head], self.k[: token + 1, kv_head]])
-                rows = np.concatenate([cached_v[kv_head], self.v[: token + 1, kv_head]])
-                query = self.q[token, head].astype(np.float64)
-                scale = float(np.float32(shape.scale))
-                scores = keys @ query * scale
-                if shape.cap:
-                    scores = shape.cap * np.tanh(scores / shape.cap)
-                scores[~seen] = -np.inf
-                sink = float(self.sinks[head]) if shape.sinks else -np.inf
-                highest = max(scores.max(), sink)
-                weights = np.exp(scores - highest)
-                weights /= weights.sum() + np.exp(sink - highest)
-                values[token, head] = weights @ rows
-                # A score's rounding error is the relative error of its weight.
-                score_size = (np.abs(keys) @ np.abs(query)).max() * scale
-                sizes[token, head] = weights @ np.abs(rows) * (1 + score_size + shape.cap)
+        at = np.flatnonzero(self.positions >= 0)
+        keys, rows = (cache[:, at].astype(np.float64) for cache in (self.cache_k, self.cache_v))
+        positions, own = self.positions[at], self.cached + np.arange(self.count)[:, None]
+        seen = (positions <= own) & ((positions > own - self.window) | (self.window == 0))
+        q = self.q.reshape(self.count, shape.kv_heads, shape.group, shape.head_dim).astype(np.float64)
+        scale = float(np.float32(shape.scale))
+        scores = np.einsum("tkgd,krd->tkgr", q, keys) * scale
+        score_sizes = np.einsum("tkgd,krd->tkgr", np.abs(q), np.abs(keys)) * scale
+        if shape.cap:
+            scores = shape.cap * np.tanh(scores / shape.cap)
+        scores = np.where(seen[:, None, None], scores, -np.inf)
+        sinks = np.full(shape.heads, -np.inf) if not shape.sinks else self.sinks.astype(np.float64)
+        sinks = sinks.reshape(shape.kv_heads, shape.group, 1)
+        highest = np.maximum(scores.max(axis=-1, keepdims=True), sinks)
+        weights = np.exp(scores - highest)
+        weights /= weights.sum(axis=-1, keepdims=True) + np.exp(sinks - highest)
+        # A score's rounding error is the relative error of its weight.
+        score_size = np.where(seen[:, None, None], score_sizes, 0.0).max(axis=-1)[..., None]
+        mixed = np.einsum("tkgr,krd->tkgd", weights, rows)
+        size = np.einsum("tkgr,krd->tkgd", weights, np.abs(rows)) * (1 + score_size + shape.cap)
+        values[: self.count], sizes[: self.count] = mixed.reshape(self.q.shape), size.reshape(self.q.shape)
         return values, sizes
 
-    def check(self, cached: int, out: Mapping[str, Words]) -> None:
+    def check(self, out: Words) -> None:
         values, sizes = self.expected()
         token = np.arange(self.shape.room)[:, None, None]
         tile = self.shape.query_tokens
-        check(out["y"], values, sizes, token < self.count, token < -(-self.count // tile) * tile, roundings=16)
-        if self.writes:
-            for name, cached_rows, own in (("cache_k", self.cached_k, self.k), ("cache_v", self.cached_v, self.v)):
-                check_stored(out[name], self.cache(cached_rows), own, cached)
+        check(out, values, sizes, token < self.count, token < -(-self.count // tile) * tile, roundings=16)
 
 
-@pytest.mark.parametrize(("key", "shape"), CASES)
-def test_attention(key: str, shape: Shape) -> None:
-    problem = Problem(key, shape)
-    # None, one, an odd number on both sides of a block, one row of room, a full cache, and more than there is.
-    for cached in (0, 1, 7, shape.max_seq - 2, shape.max_seq - 1, shape.max_seq, shape.max_seq + 5):
-        for count in shape.counts:
+@pytest.mark.parametrize(("key", "way", "shape"), CASES)
+def test_attention(key: str, way: Way, shape: Shape) -> None:
+    problem = Problem(key, way, shape)
+    for count in shape.counts:
+        # None, one, an odd number on both sides of a block, as many as leave room, a full cache, and more than there is.
+        for cached in (0, 1, 7, shape.max_seq - count, shape.max_seq, problem.cache_rows + 5):
             problem.draw(cached, count)
-            problem.check(cached, problem.run(cached))
+            problem.check(problem.run())
     problem.trial.close()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_step_without_tokens_gives_nothing(way: Way) -> None:
+    for key, shape in (
+        ("attention LANES=subgroup KV=f32 QUERIES=8", SHAPES[8][1]),
+        (PROMPT.format("shared"), SHAPES[4][1]),
+    ):
+        problem = Problem(key, way, shape)
+        problem.draw(9, 5)
+        problem.count, problem.q = 0, problem.q[:0]
+        check(problem.run(), np.zeros(0), 0.0)
 
 
 # A decode step, and a prefill with several tokens in a workgroup, so that a window ends inside of one.
 WINDOWED = [Shape(1, 4, 4, 1, 20, 37, 1, (1,), 16, True, 0.3), Shape(2, 2, 2, 2, 20, 37, 8, (7,), 8, False, 0.3)]
 WINDOWS = (1, 2, 5, 8, 16, 19)
 CAPS = ((3.0, False, 0), (50.0, False, 5), (0.0, True, 0), (2.0, True, 3))  # cap, whether heads have sinks, window
+LANES = ("subgroup", "shared")
+PROMPT = "attention LANES={} KV=f32 QUERIES=4"
 
 
 def here(varied: Sequence[Any]) -> list[Any]:
-    """The part of forms x lanes x shapes x `varied` that this width runs; each of them is run at one of the widths."""
-    numbered = itertools.product(*map(enumerate, (FORMS, ("subgroup", "shared"), WINDOWED, varied)))
+    """The part of ways x lanes x shapes x `varied` that this width runs; each of them is run at one of the widths."""
+    numbered = itertools.product(*map(enumerate, (WAYS, LANES, WINDOWED, varied)))
     return [
-        pytest.param(form, lanes, shape, value, id=f"{'-'.join(map(str, form))}-{lanes}-{number}-{value}")
-        for (at, form), (side, lanes), (number, shape), (index, value) in numbered
+        pytest.param(way, lanes, shape, value, id=f"{way}-{lanes}-{number}-{value}")
+        for (at, way), (side, lanes), (number, shape), (index, value) in numbered
         if (at + 2 * side + number + index) % 4 in HERE
     ]
 
 
 def test_the_cases_of_this_width_hold_each_pair_of_axes() -> None:
-    for varied in (WINDOWS, CAPS):
-        cases = [case.values for case in here(varied)]
-        axes = dict(enumerate((FORMS, ("subgroup", "shared"), WINDOWED, varied)))
-        for one, other in itertools.combinations(axes, 2):
-            assert {(case[one], case[other]) for case in cases} == set(itertools.product(axes[one], axes[other]))
+    cases = [case.values for case in here(CAPS)]
+    axes = dict(enumerate((WAYS, LANES, WINDOWED, CAPS)))
+    for one, other in itertools.combinations(axes, 2):
+        assert {(case[one], case[other]) for case in cases} == set(itertools.product(axes[one], axes[other]))
 
 
-@pytest.mark.parametrize(("form", "lanes", "shape", "window"), here(WINDOWS))
-def test_a_window_hides_what_a_mask_would_at_every_length(
-    form: tuple[str, str, int], lanes: str, shape: Shape, window: int
-) -> None:
-    arm, offset, write = form
-    key = f"attention LANES={lanes} KV=f32 QUERIES=4 ARM={arm} OFFSET={offset} WRITE={write}"
-    problem = Problem(key, replace(shape, window=window))
-    for cached in range(shape.max_seq - shape.room + 1):
-        problem.draw(cached, shape.counts[0])
-        problem.check(cached, problem.run(cached))
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("shape", WINDOWED, ids=["decode", "prompt"])
+def test_a_window_hides_what_a_mask_would_at_every_length(way: Way, lanes: str, shape: Shape) -> None:
+    problem = Problem(PROMPT.format(lanes), way, shape)
+    for (number, problem.window), cached in itertools.product(
+        enumerate(WINDOWS), range(shape.max_seq - shape.room + 1)
+    ):
+        if (number + cached + cached // 4) % 4 in HERE:
+            problem.draw(cached, shape.counts[0])
+            problem.check(problem.run())
     problem.trial.close()
 
 
-@pytest.mark.parametrize(("form", "lanes", "shape", "scores"), here(CAPS))
+@pytest.mark.parametrize(("way", "lanes", "shape", "scores"), here(CAPS))
 def test_scores_may_have_a_cap_and_heads_a_sink(
-    form: tuple[str, str, int], lanes: str, shape: Shape, scores: tuple[float, bool, int]
+    way: Way, lanes: str, shape: Shape, scores: tuple[float, bool, int]
 ) -> None:
-    arm, offset, write = form
     cap, sinks, window = scores
-    key = f"attention LANES={lanes} KV=f16 QUERIES=4 ARM={arm} OFFSET={offset} WRITE={write}"
-    problem = Problem(key, replace(shape, window=window, cap=cap, sinks=sinks, scale=1.5))
+    key = f"attention LANES={lanes} KV=f16 QUERIES=4"
+    problem = Problem(key, way, replace(shape, window=window, cap=cap, sinks=sinks, scale=1.5))
     for cached in (0, 1, 7, 23):
         problem.draw(cached, shape.counts[0])
-        problem.check(cached, problem.run(cached))
+        problem.check(problem.run())
     problem.trial.close()
 
 
-def test_a_capped_score_neither_overflows_nor_loses_its_sign() -> None:
-    for lanes in ("subgroup", "shared"):
-        key = f"attention LANES={lanes} KV=f32 QUERIES=4 ARM=bounded OFFSET=push WRITE=0"
-        problem = Problem(key, replace(SHAPES[4][1], cap=20.0))
-        problem.draw(37, 8)
-        problem.cached_k *= np.float32(1e6)
-        problem.check(37, problem.run(37))
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_capped_score_neither_overflows_nor_loses_its_sign(lanes: str) -> None:
+    problem = Problem(PROMPT.format(lanes), BOUNDED, replace(SHAPES[4][1], cap=20.0))
+    problem.draw(29, 8)
+    problem.cache_k[:, :29] *= np.float32(1e6)
+    problem.check(problem.run())
 
 
-@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
-@pytest.mark.parametrize("wrong", [{"WINDOW": 4}, {"WINDOW": 6}, {"CAP_BITS": bits(2.1)}, {"HAS_SINKS": 0}], ids=str)
-def test_a_wrong_window_cap_or_sink_is_noticed(lanes: str, wrong: dict[str, int]) -> None:
-    for shape in WINDOWED:
-        key = f"attention LANES={lanes} KV=f32 QUERIES=4 ARM=bounded OFFSET=push WRITE=0"
-        problem = Problem(key, replace(shape, window=5, cap=2.0, sinks=True), wrong)
-        problem.draw(11, shape.counts[0])
-        with pytest.raises(AssertionError, match="values are wrong"):
-            problem.check(11, problem.run(11))
+@pytest.mark.parametrize("lanes", LANES)
+def test_every_row_may_be_masked(lanes: str) -> None:
+    """Then the step's own rows alone count."""
+    for way in WAYS[2:]:
+        problem = Problem(f"attention LANES={lanes} KV=f16 QUERIES=4", way, SHAPES[4][1])
+        problem.draw(9, 5)
+        problem.hide()
+        problem.check(problem.run())
 
 
-def test_the_cases_reach_all_shapes_in_both_forms() -> None:
-    cases = [(axes_of(str(case.values[0])), case.values[1]) for case in CASES]
-    for lanes in ("subgroup", "shared"):
-        reached = {shape for axes, shape in cases if axes["LANES"] == lanes}
-        most = 12 if lanes == "subgroup" else 4
-        assert reached == {shape for queries, shapes in SHAPES.items() for shape in shapes if queries <= most}
+@pytest.mark.parametrize("lanes", LANES)
+def test_scores_far_apart_neither_overflow_nor_vanish(lanes: str) -> None:
+    """The running maximum moves by thousands, in both directions, over several blocks."""
+    problem = Problem(PROMPT.format(lanes), BOUNDED, SHAPES[4][1])
+    problem.draw(37, 8)
+    for first, factor in ((0, 1.0), (11, 3000.0), (20, 1.0), (29, 30.0)):
+        problem.cache_k[:, first:37] = normal(problem.rng, 1, 37 - first, 20) * np.float32(factor)
+    problem.check(problem.run())
 
 
 @pytest.mark.parametrize("form", [subgroup_lanes, shared_lanes])
 def test_the_longest_cache_of_a_cpu_driver_is_read_to_its_end(form: Callable[[DeviceInfo], Lanes]) -> None:
     lanes = form(device().info)
     head_dim = 64
-    rows = most_cached_rows(lanes, head_dim)
-    shape = Shape(1, 4, 4, 1, head_dim, rows, 1, (1,), attention_workgroup(lanes), False, 1.0)
-    problem = Problem(f"attention LANES={lanes.form} KV=f32 QUERIES=4 ARM=bounded OFFSET=push WRITE=0", shape)
-    problem.draw(rows, 1)
-    for values in (problem.cached_k, problem.cached_v, problem.k, problem.v):
-        values[:] = 0.0
-    problem.cached_v[0, -1] = rows + 1  # the mean over all rows is 1 because of the last one alone
-    y = problem.run(rows)["y"][: 4 * head_dim].view(np.float32)
+    rows = max_cached_rows(lanes, head_dim)
+    max_seq = rows - 1 - ROWS_BEHIND
+    shape = Shape(1, 4, 4, 1, head_dim, max_seq, 1, (1,), attention_workgroup(lanes), False, 1.0)
+    problem = Problem(PROMPT.format(lanes.form), BOUNDED, shape)
+    problem.positions = np.arange(rows)
+    problem.cached = problem.own = rows - 1
+    problem.cache_k[:] = problem.cache_v[:] = 0.0
+    problem.cache_v[0, -1] = rows  # the mean over all rows is 1 because of the last one alone
+    y = problem.run()[: 4 * head_dim].view(np.float32)
     np.testing.assert_allclose(y, 1.0, rtol=1e-3)
 
 
-def test_every_row_may_be_masked() -> None:
-    """Then the step's own rows alone count."""
-    for lanes in ("subgroup", "shared"):
-        problem = Problem(f"attention LANES={lanes} KV=f16 QUERIES=4 ARM=masked OFFSET=push WRITE=0", SHAPES[4][1])
-        problem.draw(9, 5)
-        problem.visible[:] = False
-        problem.check(9, problem.run(9))
+def test_the_cases_reach_all_shapes_in_both_forms() -> None:
+    cases = [(axes_of(str(key)), way, shape) for key, way, shape in (case.values for case in CASES)]
+    for lanes in LANES:
+        reached = {shape for axes, _, shape in cases if axes["LANES"] == lanes}
+        most = 12 if lanes == "subgroup" else 4
+        assert reached == {shape for queries, shapes in SHAPES.items() for shape in shapes if queries <= most}
+        for several in (False, True):
+            ways = {way for axes, way, shape in cases if axes["LANES"] == lanes and (max(shape.counts) > 1) == several}
+            assert ways == set(WAYS)
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish() -> None:
-    """The running maximum moves by thousands, in both directions, over several blocks."""
-    for lanes in ("subgroup", "shared"):
-        problem = Problem(f"attention LANES={lanes} KV=f32 QUERIES=4 ARM=bounded OFFSET=push WRITE=0", SHAPES[4][1])
-        problem.draw(37, 8)
-        for first, factor in ((0, 1.0), (11, 3000.0), (20, 1.0), (29, 30.0)):
-            problem.cached_k[:, first:] = normal(problem.rng, 1, 37 - first, 20) * np.float32(factor)
-        problem.check(37, problem.run(37))
+CONTROL_SHAPE = Shape(2, 5, 1, 1, 20, 37, 8, (5,), 16, True, 0.3, window=9, cap=2.0, sinks=True)
 
 
-CONTROL = "attention LANES={} KV=f16 QUERIES=1 ARM=bounded OFFSET=push WRITE=0"
-CONTROL_SHAPE = Shape(2, 5, 1, 1, 20, 37, 8, (5,), 16, True, 0.3)
-
-
-@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
+@pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize(
     "wrong",
     [
         {"SCALE_BITS": bits(0.3001)},
-        {"MAX_SEQ": 36},
-        {"K_STRIDE": 73},
-        {"V_OFFSET": 60},
-        {"STEP_TOKENS": 7},
         {"GROUP": 4},
+        {"Q_OFFSET": 0},
+        {"Q_STRIDE": 71},
+        {"CAP_BITS": bits(2.01)},
+        {"HAS_SINKS": 0},
+        {"MASKED": 0},
+        {"cache_rows": 47},
+        {"max_seq": 12},
+        {"step_tokens": 7},
+        {"window": 8},
+        {"window": 10},
+        {"attended_len": 44},
+        {"attended_len": 46},
     ],
     ids=str,
 )
 def test_a_wrong_constant_is_noticed(lanes: str, wrong: dict[str, int]) -> None:
-    problem = Problem(CONTROL.format(lanes), CONTROL_SHAPE, wrong)
-    problem.draw(7, 5)
+    spec = {name: value for name, value in wrong.items() if name.isupper()}
+    push = {name: value for name, value in wrong.items() if name not in spec}
+    problem = Problem(f"attention LANES={lanes} KV=f16 QUERIES=1", LANDING, CONTROL_SHAPE, spec)
+    problem.draw(13, 5)
+    problem.positions[12] = 12  # that the mask may not hide for the control of max_seq
+    problem.cache_k[:, 12] = problem.cache_v[:, 12] = 1.0
+    if not spec:
+        problem.check(problem.run())
     with pytest.raises(AssertionError, match=r"values are wrong|outside the output"):
-        problem.check(7, problem.run(7))
+        problem.check(problem.run(push))
 
 
-@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
-def test_a_wrong_attended_length_is_noticed(lanes: str) -> None:
-    problem = Problem(CONTROL.format(lanes), CONTROL_SHAPE)
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("way", [way for way in WAYS if way.on_device], ids=str)
+def test_a_wrong_offset_on_the_device_is_noticed(lanes: str, way: Way) -> None:
+    problem = Problem(f"attention LANES={lanes} KV=f16 QUERIES=1", way, replace(CONTROL_SHAPE, window=0))
     problem.draw(7, 5)
-    problem.check(7, problem.run(7))
+    problem.check(problem.run())
     for attended_len in (14, 16):
         with pytest.raises(AssertionError, match="values are wrong"):
-            problem.check(7, problem.run(7, attended_len))
+            problem.check(problem.run(offset=np.array([7, attended_len], np.uint32)))
 
 
-@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
-def test_a_wrong_write_offset_is_noticed(lanes: str) -> None:
-    key = f"attention LANES={lanes} KV=f16 QUERIES=1 ARM=bounded OFFSET=buffer WRITE=1"
-    problem = Problem(key, CONTROL_SHAPE)
-    problem.draw(7, 5)
-    problem.check(7, problem.run(7))
-    out = problem.run(7, offset=np.array([8, 15], np.uint32))
-    with pytest.raises(AssertionError, match=r"outside the output|new rows are wrong"):
-        problem.check(7, out)
+@pytest.mark.parametrize("lanes", LANES)
+def test_a_row_that_the_mask_shows_or_hides_wrongly_is_noticed(lanes: str) -> None:
+    for way in WAYS[2:]:
+        problem = Problem(PROMPT.format(lanes), way, SHAPES[4][1])
+        problem.draw(29, 8)
+        mask = problem.mask()
+        shown, hidden = np.flatnonzero(mask >= 0), np.flatnonzero(mask < 0)
+        for row, value in ((shown[-1], -1.0), (hidden[0], 0.0)):
+            other = mask.copy()
+            other[row] = value
+            with pytest.raises(AssertionError, match="values are wrong"):
+                problem.check(problem.run(mask=other))

@@ -189,7 +189,8 @@ class Stack:
         }
         names = [binding.name for binding in choice.kernel.bindings]
         buffers = {name: values[bound] for name, bound in zip(names, choice.bindings, strict=True)}
-        return run_once(choice.kernel.key, buffers, choice.spec, choice.workgroups)["y"]
+        push = {name: value for name, value in choice.push.items() if isinstance(value, int)}
+        return run_once(choice.kernel.key, buffers, choice.spec, choice.workgroups, push)["y"]
 
     def in_slots(self, rows: NDArray[Any]) -> NDArray[Any]:
         """Rows in the order of the device, poison for padding and for the experts that no token takes."""
