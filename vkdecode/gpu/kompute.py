@@ -7,12 +7,16 @@ from typing import Any
 
 from vkdecode.errors import DeviceError
 
+# The build with a barrier that Python can record; see build_kompute.py.
+PATCH = 1
+REMEDY = "run `make setup` in a clone, else `python -m vkdecode.gpu.build_kompute --install`"
+
 
 def load_kompute() -> Any:
-    """Import `kp`.
+    """Import `kp`, in the build that vkdecode needs.
 
     Raises:
-        DeviceError: it is not installed, or does not load.
+        DeviceError: it is not installed, does not load, or is another build, whose dispatches cannot be ordered.
 
     """
     root = logging.getLogger()
@@ -20,7 +24,10 @@ def load_kompute() -> Any:
     try:
         import kp
     except ImportError as error:
-        raise DeviceError(f"Kompute (the Python module kp) does not load: {error}; run `make setup`") from error
+        raise DeviceError(f"Kompute (the Python module kp) does not load: {error}; {REMEDY}") from error
     # Importing kp configures the root logger; the program's own logging is left as it was.
     root.handlers[:] = handlers
+    if getattr(kp, "vkdecode_patch", None) != PATCH or not hasattr(kp, "OpMemoryBarrier"):
+        version = getattr(kp, "__version__", "of an unknown version")
+        raise DeviceError(f"the Kompute here (kp {version}) is not vkdecode's build of it; {REMEDY}")
     return kp
