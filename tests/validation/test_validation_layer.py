@@ -35,7 +35,8 @@ SETTINGS = {
 SYNCHRONIZATION = "VK_VALIDATION_FEATURE_ENABLE_SYNCHRONIZATION_VALIDATION_EXT"
 GPU_ASSISTED = "VK_VALIDATION_FEATURE_ENABLE_GPU_ASSISTED_EXT"
 RUNGS = ("captured", "held", "rebuild")
-HAZARD = re.compile(r"SYNC-HAZARD-([A-Z-]+)\(.*binding #(\d+) ")
+# One line in older layers, several in newer ones.
+HAZARD = re.compile(r"\[ SYNC-HAZARD-([A-Z-]+) \].*?binding #?(\d+)", re.DOTALL)
 
 
 def under_validation(folder: Path, work: Work, feature: str = SYNCHRONIZATION) -> list[str]:
@@ -74,8 +75,8 @@ def ran(work: Work, rungs: tuple[str, ...] = RUNGS) -> list[str]:
     return [f"ran {work.lanes} {kv_offset} {arm} {rung}" for kv_offset, arm in work.paths for rung in rungs]
 
 
-# The first four are chains, in which each dispatch needs the one before. Experts run beside one another, as do attention
-# and MLP in the block of Phi, the parts of a split weight, and much of what is not fused.
+# The first four are chains, in which each dispatch needs the one before. Experts run beside one another, as do the
+# attention and the MLP of Phi, the parts of a split weight, and much of what is not fused.
 @pytest.mark.parametrize(
     ("name", "work"),
     [
@@ -133,11 +134,9 @@ def test_each_barrier_left_out_is_reported(tmp_path: Path, name: str, work: Work
 def controls(output: list[str]) -> list[tuple[str, list[tuple[str, int]]]]:
     """What was left out each time, and the hazards that were reported of it, with the binding's number."""
     sections: list[tuple[str, list[tuple[str, int]]]] = []
-    for line in output:
-        if line.startswith("left out: "):
-            sections.append((line.removeprefix("left out: "), []))
-        elif found := HAZARD.match(line):
-            sections[-1][1].append((found[1], int(found[2])))
+    for section in "\n".join(output).split("left out: ")[1:]:
+        left_out, _, messages = section.partition("\n")
+        sections.append((left_out, [(kind, int(binding)) for kind, binding in HAZARD.findall(messages)]))
     return sections
 
 
