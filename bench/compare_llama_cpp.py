@@ -32,10 +32,10 @@ from rich.console import Console
 from rich.table import Table
 
 from vkdecode.bench import check_writable
+from vkdecode.decode import InferenceContext
 from vkdecode.errors import InvalidInputError, VkDecodeError
 from vkdecode.loading import load
 from vkdecode.models import Model
-from vkdecode.decode import InferenceContext
 from vkdecode.sampling import Sampler
 from vkdecode.token_model import KvFeed
 

@@ -14,7 +14,7 @@ import pytest
 from model_files import convert_tiny
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
-from stepping import Logits, furthest
+from stepping import Logits, furthest, taken
 from test_split_weights import small_buffers
 from tiny_llama import TINY, changed_copy, golden
 
@@ -105,7 +105,7 @@ def test_a_layer_takes_eight_dispatches(device: Device, name: str) -> None:
         InferenceContext(device) as one,
     ):
         model.forward_with_kv_context_persistent([3], kv, one)
-        session = one.take_decode_session()
+        session = taken(one)
         kernels = Counter(dispatch.kernel.key.split()[0] for dispatch in session.executable.plan.dispatches)
         session.close()
     kernels -= Counter(group_max=1, top_k=2)  # for candidates, whatever the model

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stepping import run, token_ids
+from stepping import run, taken, token_ids
 from tiny_llama import TINY, golden
 
 from vkdecode.bench.memory import rss_bytes
@@ -172,7 +172,7 @@ def test_tokens_on_the_device_offset_path_leave_nothing_behind(llama: Model) -> 
             return held
 
         before = tokens(500)
-        session = context.take_decode_session()
+        session = taken(context)
         nodes, device_bytes = session.graph_node_count, llama.device.allocated_bytes
         context.put_decode_session(session)
         growth = tokens(3000) - before

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from stepping import taken
 from tiny_llama import TINY
 
 from vkdecode.decode import InferenceContext
@@ -52,7 +53,7 @@ def test_logits_are_those_of_the_whole_weights(name: str, lanes: str, limit: int
             found = [model.forward_with_kv_context_persistent(expected["input_ids"][12:], kv, context)]
             for token in expected["decode_ids"][:3]:
                 found.append(model.forward_with_kv_context_persistent([int(token)], kv, context))
-            session = context.take_decode_session()
+            session = taken(context)
             ops = {session.graph.node(one.node).op for one in session.executable.plan.dispatches}
             assert Op.CONCAT in ops
             executable, nodes = session.executable, [*session.base_cache, *session.executable.plan.results]

@@ -8,7 +8,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from rungs import REGRESSION, check_reference, check_rungs, prompt_and_decode
-from stepping import furthest, one_by_one, run
+from stepping import furthest, one_by_one, run, taken
 from tiny_llama import NAMES, PATHS, golden
 
 from vkdecode.decode import DecodeMode, InferenceContext
@@ -89,7 +89,7 @@ def test_without_fusions_the_result_is_the_same_within_rounding(
         fused = prompt_and_decode(model, name, mode, context, tokens=4)
     with InferenceContext(device, fusions=()) as context:
         plain = prompt_and_decode(model, name, mode, context, tokens=4)
-        session = context.take_decode_session()
+        session = taken(context)
         # And three behind the head, for the lists of the highest logits.
         each = 18 if (kv_offset, arm) == ("symenv", "masked") else 17  # with the move out of the landing rows
         assert len(session.executable.plan.dispatches) == each * model.config.num_hidden_layers + 3 + 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from kernel_lab import (
     normal,
     poisoned,
     subgroup,
-    variants,
 )
 from kv_rows import KV_DTYPES, empty_cache
 from numpy.typing import NDArray
@@ -34,11 +33,8 @@ from numpy.typing import NDArray
 from vkdecode.gpu import DeviceInfo, Lanes, shared_lanes, subgroup_lanes
 from vkdecode.runtime import attention_workgroup, max_cached_rows
 
-KEYS = [
-    key
-    for form, queries in (("subgroup", [1, 2, 3, 4, 8, 12]), ("shared", [1, 2, 3, 4]))
-    for key in variants("attention", LANES=[form], KV=["f32", "f16"], QUERIES=queries)
-]
+FORMS = [*(("subgroup", queries) for queries in SHAPES), *(("shared", queries) for queries in SHAPES if queries <= 4)]
+KEYS = [f"attention LANES={lanes} KV={kv} QUERIES={queries}" for lanes, queries in FORMS for kv in ("f32", "f16")]
 
 
 class Way(NamedTuple):
@@ -61,17 +57,20 @@ GARBAGE = 0xFFFF_FFF0
 ROWS_BEHIND = 3  # of a cache that no form has a use for
 
 
-def shape_of(key: str, way: int) -> int:
-    """The number of a shape: Latin squares over the ways and the other axes, moved on for each width."""
-    axes = axes_of(key)
-    return (way + 2 * (axes["KV"] == "f16") + (axes["LANES"] == "shared") + 3 * TURN) % 5
+def cases() -> list[Any]:
+    """For each form and number of queries all shapes at the device's own width, and two, one a type, at others."""
+    out = []
+    for at, (lanes, queries) in enumerate(FORMS):
+        first = (at + 2 * TURN) % 4
+        for number, shape in enumerate(SHAPES[queries]):
+            if TURN == 0 or number in (first, first + 1):
+                kv, way = ("f32", "f16")[(at + number) % 2], WAYS[(number + at // 2 + TURN) % 4]
+                key = f"attention LANES={lanes} KV={kv} QUERIES={queries}"
+                out.append(pytest.param(key, way, shape, id=f"{key} {way}"))
+    return out
 
 
-CASES = [
-    pytest.param(key, way, SHAPES[int(axes_of(key)["QUERIES"])][shape_of(key, number)], id=f"{key} {way}")
-    for key in KEYS
-    for number, way in enumerate(WAYS)
-]
+CASES = cases()
 
 
 class Problem:
@@ -212,23 +211,13 @@ class Problem:
 def test_attention(key: str, way: Way, shape: Shape) -> None:
     problem = Problem(key, way, shape)
     for count in shape.counts:
-        # None, one, an odd number on both sides of a block, as many as leave room, a full cache, and more than there is.
+        # None, one, an odd number on both sides of a block, as many as leave room, a full cache, more than there is.
         for cached in (0, 1, 7, shape.max_seq - count, shape.max_seq, problem.cache_rows + 5):
             problem.draw(cached, count)
             problem.check(problem.run())
+    problem.draw(7, 0)
+    problem.check(problem.run())
     problem.trial.close()
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_a_step_without_tokens_gives_nothing(way: Way) -> None:
-    for key, shape in (
-        ("attention LANES=subgroup KV=f32 QUERIES=8", SHAPES[8][1]),
-        (PROMPT.format("shared"), SHAPES[4][1]),
-    ):
-        problem = Problem(key, way, shape)
-        problem.draw(9, 5)
-        problem.count, problem.q = 0, problem.q[:0]
-        check(problem.run(), np.zeros(0), 0.0)
 
 
 # A decode step, and a prefill with several tokens in a workgroup, so that a window ends inside of one.
@@ -239,26 +228,16 @@ LANES = ("subgroup", "shared")
 PROMPT = "attention LANES={} KV=f32 QUERIES=4"
 
 
-def here(varied: Sequence[Any]) -> list[Any]:
-    """The part of ways x lanes x shapes x `varied` that this width runs; each of them is run at one of the widths."""
-    numbered = itertools.product(*map(enumerate, (WAYS, LANES, WINDOWED, varied)))
-    return [
-        pytest.param(way, lanes, shape, value, id=f"{way}-{lanes}-{number}-{value}")
-        for (at, way), (side, lanes), (number, shape), (index, value) in numbered
-        if (at + 2 * side + number + index) % 4 in HERE
-    ]
-
-
-def test_the_cases_of_this_width_hold_each_pair_of_axes() -> None:
-    cases = [case.values for case in here(CAPS)]
-    axes = dict(enumerate((WAYS, LANES, WINDOWED, CAPS)))
-    for one, other in itertools.combinations(axes, 2):
-        assert {(case[one], case[other]) for case in cases} == set(itertools.product(axes[one], axes[other]))
-
-
-@pytest.mark.parametrize("way", WAYS, ids=str)
-@pytest.mark.parametrize("lanes", LANES)
-@pytest.mark.parametrize("shape", WINDOWED, ids=["decode", "prompt"])
+@pytest.mark.parametrize(
+    ("way", "lanes", "shape"),
+    [
+        pytest.param(way, lanes, shape, id=f"{way}-{lanes}-{number}")
+        for at, way in enumerate(WAYS)
+        for side, lanes in enumerate(LANES)
+        for number, shape in enumerate(WINDOWED)
+        if TURN == 0 or (at + 2 * side + number) % 4 in HERE
+    ],
+)
 def test_a_window_hides_what_a_mask_would_at_every_length(way: Way, lanes: str, shape: Shape) -> None:
     problem = Problem(PROMPT.format(lanes), way, shape)
     for (number, problem.window), cached in itertools.product(
@@ -270,13 +249,13 @@ def test_a_window_hides_what_a_mask_would_at_every_length(way: Way, lanes: str, 
     problem.trial.close()
 
 
-@pytest.mark.parametrize(("way", "lanes", "shape", "scores"), here(CAPS))
-def test_scores_may_have_a_cap_and_heads_a_sink(
-    way: Way, lanes: str, shape: Shape, scores: tuple[float, bool, int]
-) -> None:
-    cap, sinks, window = scores
+@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("shape", WINDOWED, ids=["decode", "prompt"])
+@pytest.mark.parametrize(("cap", "sinks", "window"), CAPS)
+def test_scores_may_have_a_cap_and_heads_a_sink(lanes: str, shape: Shape, cap: float, sinks: bool, window: int) -> None:
+    number = LANES.index(lanes) + 2 * WINDOWED.index(shape) + [one[0] for one in CAPS].index(cap) + TURN
     key = f"attention LANES={lanes} KV=f16 QUERIES=4"
-    problem = Problem(key, way, replace(shape, window=window, cap=cap, sinks=sinks, scale=1.5))
+    problem = Problem(key, WAYS[number % 4], replace(shape, window=window, cap=cap, sinks=sinks, scale=1.5))
     for cached in (0, 1, 7, 23):
         problem.draw(cached, shape.counts[0])
         problem.check(problem.run())
@@ -327,15 +306,20 @@ def test_the_longest_cache_of_a_cpu_driver_is_read_to_its_end(form: Callable[[De
     np.testing.assert_allclose(y, 1.0, rtol=1e-3)
 
 
-def test_the_cases_reach_all_shapes_in_both_forms() -> None:
-    cases = [(axes_of(str(key)), way, shape) for key, way, shape in (case.values for case in CASES)]
-    for lanes in LANES:
-        reached = {shape for axes, _, shape in cases if axes["LANES"] == lanes}
-        most = 12 if lanes == "subgroup" else 4
-        assert reached == {shape for queries, shapes in SHAPES.items() for shape in shapes if queries <= most}
-        for several in (False, True):
-            ways = {way for axes, way, shape in cases if axes["LANES"] == lanes and (max(shape.counts) > 1) == several}
-            assert ways == set(WAYS)
+def test_the_cases_reach_each_kernel_and_at_the_own_width_all_shapes_in_all_ways() -> None:
+    reached = [(axes_of(str(key)), way, shape) for key, way, shape in (case.values for case in CASES)]
+    assert {(axes["LANES"], int(axes["QUERIES"]), axes["KV"]) for axes, _, _ in reached} == {
+        (*form, kv) for form in FORMS for kv in ("f32", "f16")
+    }
+    if TURN == 0:
+        shapes = {(axes["LANES"], int(axes["QUERIES"]), shape) for axes, _, shape in reached}
+        assert shapes == {(lanes, queries, shape) for lanes, queries in FORMS for shape in SHAPES[queries]}
+        assert {(axes["LANES"], axes["KV"], way) for axes, way, _ in reached} == {
+            (lanes, kv, way) for lanes in LANES for kv in ("f32", "f16") for way in WAYS
+        }
+        assert {(axes["LANES"], shape.room > 1, way) for axes, way, shape in reached} == {
+            (lanes, several, way) for lanes in LANES for several in (False, True) for way in WAYS
+        }
 
 
 CONTROL_SHAPE = Shape(2, 5, 1, 1, 20, 37, 8, (5,), 16, True, 0.3, window=9, cap=2.0, sinks=True)
