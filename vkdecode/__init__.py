@@ -55,6 +55,9 @@ if TYPE_CHECKING:
     from vkdecode.models import MemoryReport, Model
     from vkdecode.runtime import InferenceContext
 
+# The one place that names the version; the packages take it from here.
+__version__ = "0.1.0"
+
 _LAZY = {
     "vkdecode.conversion": ("Converted", "convert"),
     "vkdecode.decode": (
@@ -120,6 +123,7 @@ __all__ = [
     "UnsupportedModelError",
     "VkDecodeError",
     "VkDecodeWarning",
+    "__version__",
     "convert",
     "generate",
     "list_devices",
