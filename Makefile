@@ -1,7 +1,7 @@
 # Every target that runs something sets up the clone first; see scripts/setup.sh. Nothing is done twice.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help setup ready chat test lint format shaders clean
+.PHONY: help setup ready chat test lint format shaders wheels clean
 
 PYTHON ?= python3
 
@@ -23,6 +23,7 @@ help:
 	@echo 'make lint     ruff and mypy'
 	@echo 'make format   let ruff rewrite the sources'
 	@echo 'make shaders  compile the shaders that changed'
+	@echo 'make wheels   put packages for pip into dist/: vkdecode (wheel and sdist) and the Kompute that it needs'
 	@echo 'make clean    remove what was built, but not .venv'
 
 setup:
@@ -59,6 +60,14 @@ format: ready
 
 shaders: ready
 	@.venv/bin/python build_shaders.py
+
+# Without build isolation: .venv has the setuptools that is asked for, and so the network is not needed.
+wheels: ready
+	@rm -f dist/vkdecode-* dist/kp-*
+	.venv/bin/python -m build --no-isolation
+	.venv/bin/python -I vkdecode/gpu/build_kompute.py --output dist
+	@echo 'To install both elsewhere, with the packages that they need: pip install dist/*.whl'
+	@echo "Kompute's wheel fits this kind of processor and this release of Python (`.venv/bin/python -V`) only."
 
 clean:
 	rm -rf vkdecode/gpu/spirv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -312,12 +312,15 @@ def up_to_date(manifest: Path, build: dict[str, str]) -> bool:
 
 def build(force: bool) -> str:
     """Compile what is needed and return one line that says what was done."""
-    if not shutil.which("glslangValidator"):
-        raise BuildError("glslangValidator is not installed (Debian package glslang-tools); run `make setup`")
     manifest = OUTPUT / "manifest.json"
     inputs = {"build_shaders.py": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), **source_hashes()}
     if not force and up_to_date(manifest, inputs):
         return "shaders are up to date"
+    if not shutil.which("glslangValidator"):
+        raise BuildError(
+            "the shaders are not compiled, and glslangValidator is not installed (Debian package glslang-tools; "
+            "`make setup` installs it)"
+        )
     shaders = [parse_shader(path) for path in sorted(SOURCES.glob("*.comp"))]
     jobs = [(shader, variant) for shader in shaders for variant in shader.variants]
     old = {} if force else last_kernels(manifest)

@@ -234,7 +234,7 @@ pip_install() {
 install_python_packages() {
   local key
   make_venv
-  key="$(digest pyproject.toml scripts/setup.sh "$kompute") $(venv_key)"
+  key="$(digest pyproject.toml build_package.py scripts/setup.sh "$kompute") $(venv_key)"
   is_fresh packages "$key" && return 0
   touch "$unfinished"
   begin "installing vkdecode and its Python packages into .venv"

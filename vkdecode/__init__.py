@@ -56,6 +56,9 @@ if TYPE_CHECKING:
     from vkdecode.loading import load
     from vkdecode.models import Model
 
+# The one place that names the version; the packages take it from here.
+__version__ = "0.1.0"
+
 _LAZY = {
     "vkdecode.conversion": ("Converted", "convert"),
     "vkdecode.decode": (
@@ -122,6 +125,7 @@ __all__ = [
     "UnsupportedModelError",
     "VkDecodeError",
     "VkDecodeWarning",
+    "__version__",
     "convert",
     "generate",
     "list_devices",

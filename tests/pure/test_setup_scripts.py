@@ -64,7 +64,7 @@ class Clone:
             directory.mkdir(parents=True)
         for name in ("scripts/setup.sh", "Makefile"):
             shutil.copy(ROOT / name, self.root / name)
-        for name in ("pyproject.toml", "build_shaders.py", KOMPUTE, "shaders/a.comp"):
+        for name in ("pyproject.toml", "build_package.py", "build_shaders.py", KOMPUTE, "shaders/a.comp"):
             (self.root / name).write_text(name)
         for tool in REAL_TOOLS:
             found = shutil.which(tool)
