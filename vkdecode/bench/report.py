@@ -114,7 +114,7 @@ def _memory(result: BenchResult) -> Table:
         ("device: weights", mib(memory.weights)),
         (f"device: KV cache, {memory.kv_rows} rows", mib(memory.kv_cache)),
         ("device: activations", mib(memory.activations)),
-        ("device: host-visible twins", mib(memory.staging)),
+        ("device: staging buffers", mib(memory.staging)),
         ("device, measured", mib(memory.device)),
         ("device over file + KV cache", f"{memory.device_of_file_and_kv:.3f}"),
         ("process after loading", mib(memory.rss_after_load)),

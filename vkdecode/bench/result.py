@@ -118,7 +118,7 @@ class Memory:
         kv_cache: the cache that all measurements share.
         kv_rows: its rows.
         activations: of the decode plan and the plans of the prompts, on the device.
-        staging: host-visible twins of the activations.
+        staging: the staging buffers of step data and results.
         device: measured while weights, cache and plans are held.
         bare_import: physical memory of a process that only imports the package.
         rss_after_load: of this process, with the weights loaded and nothing else.

@@ -30,8 +30,8 @@ from vkdecode.runtime import (
 class Stats:
     """How often the costly things happened. Decode steps and prefill chunks are counted apart.
 
-    `tokens_replayed` counts submissions of a held recording; `one_off_recordings` the per-token KV writes of the
-    SymEnv path.
+    `tokens_replayed` counts submissions of a held recording; `one_off_recordings` the moves of a step's K
+    and V rows on the SymEnv path.
     """
 
     plans_built: int = 0

@@ -19,7 +19,7 @@ from vkdecode.gpu.vulkan_info import DeviceInfo, list_devices
 from vkdecode.weights.dtypes import DType
 
 # A buffer of several parts is no larger, so that a fragmented device still has room for it.
-_MAX_BYTES_TOGETHER = 256 << 20
+_MAX_BYTES_TOGETHER = 1 << 30
 LANES_FORMS = ("auto", "subgroup", "shared")
 _open_devices: weakref.WeakSet[Device] = weakref.WeakSet()
 _FORKED = (

@@ -141,7 +141,7 @@ def _check_storages(device: Device, kernel: Kernel, storages: Sequence[Storage])
 class Recording:
     """A held Kompute sequence: recorded once, submitted any number of times.
 
-    It is never recorded again (a command buffer that has run may not be), a new set of steps takes a new recording.
+    It is never recorded again (a command buffer that has run may not be), other commands take a new recording.
     """
 
     def __init__(self, device: Device, commands: Sequence[Command]) -> None:

@@ -14,7 +14,7 @@ MAX_PRODUCT_PASSES = 30_000
 """Passes that an invocation of linear.comp may take, with room to spare."""
 
 _MAX_QUERIES = 4  # of a workgroup of attention.comp in the shared form
-_MAX_ATTENTION_PASSES = 60_000  # over cached rows; the rest is for the rows of the step itself
+_MAX_ATTENTION_PASSES = 60_000  # over the rows of the cache; the rest is room to spare
 _ATTENTION_WORKGROUP = 64
 
 
