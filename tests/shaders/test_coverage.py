@@ -6,6 +6,7 @@ import test_kernel_attention
 import test_kernel_elementwise
 import test_kernel_embed
 import test_kernel_experts
+import test_kernel_kv_move
 import test_kernel_kv_write
 import test_kernel_linear
 import test_kernel_moves
@@ -21,6 +22,7 @@ MODULES = (
     test_kernel_elementwise,
     test_kernel_embed,
     test_kernel_experts,
+    test_kernel_kv_move,
     test_kernel_kv_write,
     test_kernel_linear,
     test_kernel_moves,
