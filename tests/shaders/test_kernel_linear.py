@@ -128,10 +128,17 @@ def test_a_wrong_token_count_is_noticed() -> None:
                 problem.check(problem.run(token_count=np.array([count], np.uint32)))
 
 
-@pytest.mark.parametrize("key", [CONTROL, "linear LANES=subgroup DTYPE=f32 TOKENS=1 EPILOGUE=rope KV=f16"])
-def test_half_floats_in_the_cache_end_at_the_largest_one(key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "shape"),
+    [
+        (CONTROL, SHARED_SHAPES[0]),
+        ("linear LANES=subgroup DTYPE=f32 TOKENS=1 EPILOGUE=rope KV=f16", SUBGROUP_SHAPES[0]),
+    ],
+    ids=["shared", "subgroup"],
+)
+def test_half_floats_in_the_cache_end_at_the_largest_one(key: str, shape: Shape) -> None:
     """Values of K and V that no half float holds become the largest of their sign."""
-    problem = Problem(key, SHARED_SHAPES[0])
+    problem = Problem(key, shape)
     problem.x[: problem.count] *= np.float32(3e4)
     out = problem.run()
     problem.check(out)
