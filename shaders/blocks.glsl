@@ -159,10 +159,10 @@ vec4 quant_at(Chunk held, uint l, uint j) {
 #endif
 #ifdef DTYPE_IQ4_NL
     // Sixteen signed bytes: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89 113.
-    uvec4 table;
-    [[unroll]] for (uint r = 0; r < ROW_TILES; ++r) {
-        table[r] = q[r] < 8 ? (q[r] < 4 ? 0xbfad9881u : 0xf6eaddcfu) : (q[r] < 12 ? 0x26190d01u : 0x71594535u);
-    }
+    // `mix` selects; `?:` would branch for each weight, and some drivers need gigabytes for as many branches.
+    uvec4 negative = mix(uvec4(0xbfad9881u), uvec4(0xf6eaddcfu), greaterThanEqual(q, uvec4(4)));
+    uvec4 positive = mix(uvec4(0x26190d01u), uvec4(0x71594535u), greaterThanEqual(q, uvec4(12)));
+    uvec4 table = mix(negative, positive, greaterThanEqual(q, uvec4(8)));
     return vec4(ivec4(table << (24 - 8 * (q & 3))) >> 24);
 #else
     return vec4(ivec4(q));

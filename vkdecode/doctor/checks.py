@@ -9,7 +9,7 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from vkdecode.doctor import expert_cases, linear_cases, other_cases, top_k_cases
+from vkdecode.doctor import expert_cases, kv_cases, linear_cases, other_cases, top_k_cases
 from vkdecode.doctor.dispatch import Wrong
 from vkdecode.doctor.engine import check_own, check_tiny
 from vkdecode.doctor.memory import check_allocations, check_transfer, measure_bandwidth
@@ -148,7 +148,7 @@ def _families(lanes: Lanes) -> list[tuple[str, Sequence[str], KernelCheck]]:
     return [
         ("linear", linear_cases.linear_keys(lanes), linear_cases.check_linear),
         ("norm", linear_cases.norm_keys(form), linear_cases.check_norm),
-        ("attention", other_cases.attention_keys(form), other_cases.check_attention),
+        ("attention", kv_cases.attention_keys(form), kv_cases.check_attention),
         ("top-k", top_k_cases.top_k_keys(form), top_k_cases.check_top_k),
     ]
 
@@ -156,7 +156,7 @@ def _families(lanes: Lanes) -> list[tuple[str, Sequence[str], KernelCheck]]:
 def _plain_families() -> list[tuple[str, Sequence[str], KernelCheck]]:
     return [
         ("embed", linear_cases.EMBED_KEYS, linear_cases.check_embed),
-        ("kv_write", other_cases.KV_WRITE_KEYS, other_cases.check_kv_write),
+        ("KV cache", kv_cases.KV_KEYS, kv_cases.check_kv),
         ("elementwise", other_cases.ELEMENTWISE_KEYS, other_cases.check_elementwise),
         ("rope and moves", other_cases.MOVE_KEYS, other_cases.check_move),
         ("experts", expert_cases.EXPERT_KEYS, expert_cases.check_experts),

@@ -57,37 +57,44 @@ def run_kernel(
 ) -> dict[str, Words]:
     """Dispatch a kernel once on buffers by binding name, and return the words of those that it writes.
 
+    Each lies somewhere inside of a larger one, as values do that share an arena.
+
     Raises:
-        Wrong: it wrote behind the end of one.
+        Wrong: it wrote before the beginning or behind the end of one.
         VkDecodeError: it cannot be dispatched.
 
     """
     name, *terms = key.split()
     kernel = registry().get(name, **dict(term.split("=", 1) for term in terms))
-    storages: list[Storage] = []
+    wholes: list[Storage] = []
+    parts: dict[str, Storage] = {}
     try:
-        for binding in kernel.bindings:
+        for number, binding in enumerate(kernel.bindings):
             words = np.ascontiguousarray(buffers[binding.name]).reshape(-1).view(np.uint32)
-            storage = device.allocate(words.nbytes + 4 * _GUARD_WORDS, DType.U32, StorageKind.STAGED)
-            storages.append(storage)
-            storage.data.view(np.uint32)[:] = UNSET
-            storage.data.view(np.uint32)[: words.size] = words
-        algorithm = Algorithm(device, kernel, storages, spec, workgroups)
-        written = [i for i, binding in enumerate(kernel.bindings) if binding.access != "read"]
-        outputs = Download(tuple(storages[i] for i in written))
-        Recording(device, [Upload(tuple(storages)), Run(algorithm, push or {}), outputs]).submit()
-        results = {}
-        for i in written:
-            name = kernel.bindings[i].name
-            size = buffers[name].nbytes // 4
-            left = storages[i].data.view(np.uint32).copy()
-            if (left[size:] != UNSET).any():
-                raise Wrong(f"wrote behind the end of '{name}'")
-            results[name] = left[:size]
-        return results
+            # A kernel that does not ask where a part begins is bound to whole buffers.
+            start = 16 * (3 + number) if f"{binding.name}_first" in kernel.push else 0
+            whole = device.allocate(start + words.nbytes + 4 * _GUARD_WORDS, DType.U32, StorageKind.STAGED)
+            wholes.append(whole)
+            whole.data.view(np.uint32)[:] = UNSET
+            whole.data.view(np.uint32)[start // 4 : start // 4 + words.size] = words
+            parts[binding.name] = whole.part(start, whole.nbytes - start)
+        algorithm = Algorithm(device, kernel, list(parts.values()), spec, workgroups)
+        written = [binding.name for binding in kernel.bindings if binding.access != "read"]
+        outputs = Download(tuple(parts[name].whole for name in written))
+        Recording(device, [Upload(tuple(wholes)), Run(algorithm, push or {}), outputs]).submit()
+        return {name: _left(parts[name], buffers[name].nbytes // 4, name) for name in written}
     finally:
-        for storage in storages:
-            storage.close()
+        for whole in wholes:
+            whole.close()
+
+
+def _left(part: Storage, size: int, name: str) -> Words:
+    """A copy of the words of a part, whose surroundings must be as they were."""
+    words = part.whole.data.view(np.uint32)
+    start = part.first_byte // 4
+    if (words[:start] != UNSET).any() or (words[start + size :] != UNSET).any():
+        raise Wrong(f"wrote before the beginning or behind the end of '{name}'")
+    return np.array(words[start : start + size])
 
 
 def error_of(actual: NDArray[Any], expected: NDArray[Any]) -> float:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vkdecode.doctor import references
-from vkdecode.doctor.dispatch import error_of, float_bits, floats, generator, normal, run_kernel, unset
+from vkdecode.doctor.dispatch import UNSET, error_of, float_bits, floats, generator, normal, run_kernel, unset
+from vkdecode.doctor.kv_cases import KV, check_rows
 from vkdecode.gpu import Device, Lanes
 from vkdecode.graph import Op, WeightSpec
 from vkdecode.runtime.kernels.linear import ACTIVATIONS, NORMS
@@ -24,7 +25,8 @@ F64 = NDArray[np.float64]
 COLUMNS = 76
 _BLOCK_COLUMNS = 256  # the fewest that every block format can have
 EPSILON = 1e-3
-_HEADS, _ROTATED_HEADS, _HEAD_DIM, _ROTARY_DIM = 5, 3, 20, 12
+_Q_HEADS, _KV_HEADS, _HEAD_DIM, _ROTARY_DIM = 3, 1, 20, 12
+_CACHE_ROWS, _OFFSET = 21, 7
 _ROOM, _COUNT = 16, 11
 
 
@@ -38,23 +40,24 @@ class _Form:
     norm: str | None = None
     activation: Op | None = None
     residual: bool = False
+    kv: str = "none"  # what the rope epilogue's cache holds
 
     def key(self, lanes: Lanes) -> str:
         """Its name."""
         tokens = lanes.token_tile if self.prompt else 1
-        return f"linear LANES={lanes.form} DTYPE={self.dtype} TOKENS={tokens} EPILOGUE={self.epilogue}"
+        return f"linear LANES={lanes.form} DTYPE={self.dtype} TOKENS={tokens} EPILOGUE={self.epilogue} KV={self.kv}"
 
 
 _FORMS = (
     _Form("f32", False, "plain"),
-    _Form("f16", False, "rope", "rms"),
+    _Form("f16", False, "rope", "rms", kv="f16"),
     _Form("bf16", False, "gated", "rms", Op.SILU),
     _Form("f16", False, "plain", residual=True),
     _Form("f32", True, "plain", "layer", Op.GELU_TANH),
     _Form("f16", True, "gated", "rms", Op.SILU),
     _Form("f32", True, "gated", None, Op.CLAMPED_SWIGLU),
     _Form("bf16", True, "plain", residual=True),
-    _Form("bf16", True, "rope", "rms"),
+    _Form("bf16", True, "rope", "rms", kv="f32"),
     *(_Form(dtype.value, prompt, "plain", "rms", None, True) for dtype in BLOCK_DTYPES for prompt in (False, True)),
 )
 
@@ -96,10 +99,11 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
     rng = generator(key)
     columns = _BLOCK_COLUMNS if dtype.is_block else COLUMNS
     room, count = (_ROOM, _COUNT) if fused.prompt else (1, 1)
-    units = _HEADS * _HEAD_DIM // 2 if epilogue == "rope" else lanes.block_rows + 5
+    units, outputs = lanes.block_rows + 5, lanes.block_rows + 5
+    if epilogue == "rope":
+        units, outputs = (_Q_HEADS + 2 * _KV_HEADS) * _HEAD_DIM // 2, _Q_HEADS * _HEAD_DIM
     paired = epilogue in ("rope", "gated")
     rows = 2 * units if paired else units
-    outputs = rows if epilogue == "rope" else units
     parts = (units, units) if epilogue == "gated" else (rows,)
     order = epilogue if paired else "plain"
     spec = WeightSpec(("weight",) * len(parts), parts, columns, dtype, order, _HEAD_DIM, _ROTARY_DIM)
@@ -109,7 +113,6 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
     x[:count], residual[:count] = normal(rng, count, columns), normal(rng, count, outputs)
     bias, norm_weight, norm_bias = normal(rng, rows), normal(rng, columns), normal(rng, columns)
     cos, sin = unset(room, _HEAD_DIM // 2), unset(room, _HEAD_DIM // 2)
-    cos[:count], sin[:count] = 1.0, 0.0
     turned = _ROTARY_DIM // 2
     cos[:count, :turned], sin[:count, :turned] = normal(rng, count, turned), normal(rng, count, turned)
     buffers: dict[str, NDArray[Any]] = {
@@ -122,9 +125,12 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
     }
     if epilogue == "plain":
         buffers["residual"] = residual
+    cache = unset(_KV_HEADS, _CACHE_ROWS, _HEAD_DIM, dtype=KV.get(fused.kv, np.float32))
+    on_device = epilogue == "rope" and fused.prompt
     if epilogue == "rope":
-        buffers |= {"rope_cos": cos, "rope_sin": sin}
-    if fused.prompt:
+        offset = np.array([_OFFSET if on_device else UNSET, UNSET], np.uint32)
+        buffers |= {"rope_cos": cos, "rope_sin": sin, "cache_k": cache, "cache_v": cache, "offset": offset}
+    if fused.prompt or epilogue == "rope":
         buffers["token_count"] = np.array([count], np.uint32)
     else:
         buffers["route"] = unset(1)
@@ -135,32 +141,36 @@ def check_linear(device: Device, lanes: Lanes, key: str) -> float:
         "WORKGROUP": workgroup,
         "TILE": lanes.tile,
         "COLUMNS": columns,
-        "ROWS": units,
-        "GROUPS": groups,
-        "OUTPUTS": outputs,
         "HAS_BIAS": 1,
         "EPSILON_BITS": float_bits(EPSILON),
         "HEAD_DIM": _HEAD_DIM,
         "ROTARY_DIM": _ROTARY_DIM,
-        "ROTARY_HEADS": _ROTATED_HEADS,
+        "QUERY_HEADS": _Q_HEADS,
         # Less than all columns, so that the shared form stages more than once where it has few lanes to a row.
         "X_CHUNK": PACK * (workgroup // lanes.tile),
         "NORM": NORMS[fused.norm],
         "HAS_NORM_BIAS": 1,
         "ACTIVATION": ACTIVATIONS[fused.activation],
         "EXPERTS_USED": 0,
-        "EXPERT_BLOCKS": blocks,
         "EXPERT_X": 0,
         "KEEP_X": 1,
         **({"HAS_RESIDUAL": int(fused.residual)} if epilogue == "plain" else {}),
+        **({"KV_HEADS": _KV_HEADS, "OFFSET_ON_DEVICE": int(on_device)} if epilogue == "rope" else {}),
     }
-    left = run_kernel(
-        device, key, buffers, constants, (-(-blocks // groups), room // (lanes.token_tile if fused.prompt else 1), 1)
-    )["y"]
-    actual = floats(left).reshape(room, outputs)[:count]
+    push = {"rows": units, "groups": groups, "outputs": outputs, "expert_blocks": blocks}
+    if epilogue == "rope":
+        push |= {"cache_rows": _CACHE_ROWS, "cached_len": int(UNSET) if on_device else _OFFSET}
+    size = (-(-blocks // groups), room // (lanes.token_tile if fused.prompt else 1), 1)
+    left = run_kernel(device, key, buffers, constants, size, push)
     inputs = _normalized(fused.norm, x[:count].astype(np.float64), norm_weight.astype(np.float64), norm_bias)
     turns = [part[:count, :turned].astype(np.float64) for part in (cos, sin)]
     finished = _finished(epilogue, fused.activation, inputs @ weight.T + bias, turns)
+    if epilogue == "rope":
+        stored = finished[:, outputs:].reshape(count, 2, _KV_HEADS, _HEAD_DIM)
+        for which, name in enumerate(("cache_k", "cache_v")):
+            check_rows(left[name], cache, stored[:, which], _OFFSET)
+        finished = finished[:, :outputs]
+    actual = floats(left["y"]).reshape(room, outputs)[:count]
     return error_of(actual, finished + residual[:count] if fused.residual else finished)
 
 
@@ -179,8 +189,8 @@ def _finished(epilogue: str, activation: Op | None, value: F64, turns: Sequence[
             return references.clamped_swiglu(gate, up)
         return references.silu(gate) * up
     if epilogue == "rope":
-        heads = value.reshape(-1, _HEADS, _HEAD_DIM).copy()
-        heads[:, :_ROTATED_HEADS] = references.rotate(heads[:, :_ROTATED_HEADS], turns[0], turns[1])
+        heads = value.reshape(len(value), -1, _HEAD_DIM).copy()
+        heads[:, :-_KV_HEADS] = references.rotate(heads[:, :-_KV_HEADS], turns[0], turns[1])
         return heads.reshape(len(value), -1)
     return references.gelu_tanh(value) if activation is Op.GELU_TANH else value
 

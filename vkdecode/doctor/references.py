@@ -51,30 +51,53 @@ def rotate(x: F64, cos: F64, sin: F64) -> F64:
     return np.concatenate([a * c - b * s, b * c + a * s, x[..., 2 * pairs :]], axis=-1)
 
 
-def attention(q: F64, k: F64, v: F64, cached_k: F64, cached_v: F64, scale: float) -> F64:
-    """Causal grouped-query attention of a step over cached rows and its own.
+def attention(q: F64, k: F64, v: F64, scale: float) -> F64:
+    """Causal grouped-query attention of tokens [tokens, heads, head_dim] over their own k and v alone."""
+    return cached_attention(q, k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(len(q)), 0, scale)
+
+
+def cached_attention(
+    q: F64,
+    keys: F64,
+    values: F64,
+    positions: NDArray[np.int64],
+    start: int,
+    scale: float,
+    window: int = 0,
+    cap: float = 0.0,
+    sinks: F64 | None = None,
+) -> F64:
+    """Causal grouped-query attention of a step over the rows of a cache that count.
 
     Args:
         q: [tokens, heads, head_dim].
-        k: the step's keys, [tokens, kv_heads, head_dim].
-        v: the step's values, like `k`.
-        cached_k: keys of all cached rows that count, [kv_heads, rows, head_dim].
-        cached_v: values of these, like `cached_k`.
+        keys: of the step's rows and of those before it, in any order, [kv_heads, rows, head_dim].
+        values: of the same rows, like `keys`.
+        positions: of the same rows, int [rows].
+        start: the position of the step's first token.
         scale: factor of the scores.
+        window: how many positions a token sees, its own included; 0 for all.
+        cap: c where scores become c tanh(score / c); 0 for no cap.
+        sinks: for each head the score of a row without a value.
 
     Returns:
         [tokens, heads, head_dim].
 
     """
     tokens, heads, _ = q.shape
-    group = heads // k.shape[1]
+    group = heads // len(keys)
     out = np.empty_like(q)
     for token in range(tokens):
+        seen = positions <= start + token
+        if window:
+            seen &= positions > start + token - window
         for head in range(heads):
-            one = head // group
-            keys = np.concatenate([cached_k[one], k[: token + 1, one]])
-            values = np.concatenate([cached_v[one], v[: token + 1, one]])
-            scores = keys @ q[token, head] * scale
+            scores = keys[head // group, seen] @ q[token, head] * scale
+            if cap:
+                scores = cap * np.tanh(scores / cap)
+            if sinks is not None:
+                scores = np.append(scores, sinks[head])
             weights = np.exp(scores - scores.max())
-            out[token, head] = weights @ values / weights.sum()
+            weights /= weights.sum()
+            out[token, head] = weights[: seen.sum()] @ values[head // group, seen]
     return out

@@ -83,7 +83,6 @@ def logits_of(token_ids: Sequence[int]) -> F64:
     frequencies = c["rope_theta"] ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = np.arange(tokens)[:, None] * frequencies
     cos, sin = np.cos(angles), np.sin(angles)
-    nothing = np.zeros((kv_heads, 0, head_dim))
     x = weights["model.embed_tokens.weight"][list(token_ids)]
     for layer in range(c["num_hidden_layers"]):
         part = {name.removeprefix(f"model.layers.{layer}.").removesuffix(".weight"): w for name, w in weights.items()}
@@ -91,7 +90,7 @@ def logits_of(token_ids: Sequence[int]) -> F64:
         q = references.rotate((h @ part["self_attn.q_proj"].T).reshape(tokens, heads, head_dim), cos, sin)
         k = references.rotate((h @ part["self_attn.k_proj"].T).reshape(tokens, kv_heads, head_dim), cos, sin)
         v = (h @ part["self_attn.v_proj"].T).reshape(tokens, kv_heads, head_dim)
-        mixed = references.attention(q, k, v, nothing, nothing, head_dim**-0.5)
+        mixed = references.attention(q, k, v, head_dim**-0.5)
         x = x + mixed.reshape(tokens, -1) @ part["self_attn.o_proj"].T
         h = references.rms_norm(x, part["post_attention_layernorm"], epsilon)
         inner = references.silu(h @ part["mlp.gate_proj"].T) * (h @ part["mlp.up_proj"].T)
