@@ -61,8 +61,9 @@ def test_a_layer_without_experts_is_one_whose_experts_are_all_alike(
     assert furthest(all_logits(equal, device, name), all_logits(plain, device, name)) <= 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "q8_0"])
-@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("gpt_oss", "q8_0"), ("mixtral", "bf16"), ("qwen2_moe", "bf16"), ("qwen3_moe", "q8_0")]
+)
 def test_experts_may_be_held_as_other_types(device: Device, name: str, dtype: str) -> None:
     """Rounding moves the logits a little, and far where it makes a token take another expert, which is seldom."""
     reference = golden(name)

@@ -48,8 +48,11 @@ def decoded(model: Model, kv_dtype: str) -> tuple[Logits, int]:
     return np.concatenate([prompt, rest]), nbytes
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128, 256])
-@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
+# The shared form reads a head's rows in one way, whatever its size.
+@pytest.mark.parametrize(
+    ("lanes", "head_dim"),
+    [*(("subgroup", size) for size in (32, 64, 80, 96, 128, 256)), ("shared", 80), ("shared", 128)],
+)
 def test_an_f16_cache_takes_half_and_stays_close(tmp_path: Path, head_dim: int, lanes: str) -> None:
     with Device(0, lanes=lanes) as device, load(with_head_dim(tmp_path / "m", head_dim), device=device) as model:
         whole, nbytes = decoded(model, "f32")

@@ -37,9 +37,15 @@ def quantized(name: str, array: NDArray[np.float32], weights: str) -> NDArray[np
     return np.asarray(gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind), np.float32)
 
 
-@pytest.mark.parametrize("lanes", ["subgroup", "shared"])
-@pytest.mark.parametrize("weights", ["q8_0", "q4_0"])
-@pytest.mark.parametrize("name", ["llama", "llama-tied-mqa"])
+@pytest.mark.parametrize(
+    ("name", "weights", "lanes"),
+    [
+        ("llama", "q8_0", "subgroup"),
+        ("llama", "q4_0", "shared"),
+        ("llama-tied-mqa", "q4_0", "subgroup"),
+        ("llama-tied-mqa", "q8_0", "shared"),
+    ],
+)
 def test_logits_are_those_of_the_quantized_weights(
     tmp_path: Path, device: Device, shared_device: Device, name: str, weights: str, lanes: str
 ) -> None:
@@ -57,8 +63,7 @@ def test_logits_are_those_of_the_quantized_weights(
     assert furthest(found, golden(name).logits) > 1e-3
 
 
-@pytest.mark.parametrize("weights", ["q8_0", "q4_0"])
-@pytest.mark.parametrize("name", ["llama-bias-headdim", "phi"])
+@pytest.mark.parametrize(("name", "weights"), [("llama-bias-headdim", "q4_0"), ("phi", "q8_0")])
 def test_a_converted_file_holds_the_same_bytes(tmp_path: Path, device: Device, name: str, weights: str) -> None:
     convert(TINY / name, tmp_path / "m.gguf", weights)
     with load(tmp_path / "m.gguf", device=device) as model:
